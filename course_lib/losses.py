@@ -1,0 +1,102 @@
+"""Losses as sums, each with the count that its sum has to be divided by.
+
+A mean cannot be put together again from pieces of unequal size; a sum and a count can. So every loss here is a function
+`loss_sum(model, micro_batch)` that returns the SUM of the item losses as a scalar tensor. A loss whose items are not
+samples (tokens, weights) is tied to its own count, and `accumulate_gradients` refuses it with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from course_lib.batches import Batch, batch_size
+
+IGNORED_LABEL = -100  # the label that marks a position without a loss, PyTorch's own default
+NOTHING_IGNORED = -(2**31)  # no label has this value: an index out of range is then an error, not a silent gap
+
+LossSum = Callable[[nn.Module, Batch], Tensor]
+Count = Callable[[Batch], float]
+
+
+def pair(loss_sum: LossSum, count: Count) -> tuple[LossSum, Count]:
+    """Tie a loss to the one count that fits it, so that using it with another is an error."""
+    loss_sum.count = count
+    return loss_sum, count
+
+
+def wide(scores: Tensor) -> Tensor:
+    """Return half-precision numbers as float32: a sum of many losses overflows in float16, loses digits in bfloat16."""
+    return scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+
+
+def cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
+    """Sum the cross-entropy over samples: model output (B, C), targets (B,) with classes 0 to C - 1. Count: samples.
+
+    A label outside 0 to C - 1 is an error, -100 too: a sample without a loss would still be counted.
+    """
+    inputs, targets = micro_batch
+    return functional.cross_entropy(wide(model(inputs)), targets, reduction="sum", ignore_index=NOTHING_IGNORED)
+
+
+def squared_error_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
+    """Sum the squared error over samples: model output and targets of the same shape (B, ...). Count: samples."""
+    inputs, targets = micro_batch
+    outputs = wide(model(inputs))
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"targets must have the shape of the model's output, {tuple(outputs.shape)}; got {tuple(targets.shape)}"
+        )
+    return (outputs - targets).square().sum()
+
+
+def count_tokens(micro_batch: Batch) -> int:
+    """Count the targets that are not ignored (-100), over all sequences of a micro-batch (inputs, targets)."""
+    batch_size(micro_batch)  # inputs and targets must be equally many
+    _, targets = micro_batch
+    return int((targets != IGNORED_LABEL).sum())
+
+
+def token_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
+    """Sum the cross-entropy over tokens: model output (B, T, V), targets (B, T), -100 where ignored. Count: tokens."""
+    inputs, targets = micro_batch
+    scores = wide(model(inputs))
+    return functional.cross_entropy(
+        scores.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
+    )
+
+
+pair(token_cross_entropy_sum, count_tokens)
+
+
+def class_weighted_cross_entropy(class_weights: Sequence[float] | Tensor) -> tuple[LossSum, Count]:
+    """Build (loss_sum, count) for cross-entropy with a weight per class: model output (B, C), targets (B,).
+
+    The sum weighs each sample's loss with the weight of its class; the count is the sum of those weights, which is what
+    `torch.nn.CrossEntropyLoss(weight=...)` divides by. Weights: C numbers, finite, none negative, not all 0.
+    """
+    weights = torch.as_tensor(class_weights, dtype=torch.float64)
+    if weights.ndim != 1 or len(weights) == 0:
+        raise ValueError(f"class_weights must be a list of one number per class; got shape {tuple(weights.shape)}")
+    if not torch.isfinite(weights).all() or (weights < 0).any() or weights.sum() == 0:
+        raise ValueError(f"class_weights must be finite, none negative and not all 0; got {weights.tolist()}")
+
+    def weighted_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
+        inputs, targets = micro_batch
+        scores = wide(model(inputs))
+        return functional.cross_entropy(
+            scores, targets, weight=weights.to(scores), reduction="sum", ignore_index=NOTHING_IGNORED
+        )
+
+    def count_class_weights(micro_batch: Batch) -> float:
+        batch_size(micro_batch)  # inputs and targets must be equally many
+        _, targets = micro_batch
+        if ((targets < 0) | (targets >= len(weights))).any():
+            found = f"from {int(targets.min())} to {int(targets.max())}"
+            raise ValueError(f"targets must be classes from 0 to {len(weights) - 1}, one weight each; got {found}")
+        return float(weights.to(targets.device)[targets].sum())
+
+    return pair(weighted_cross_entropy_sum, count_class_weights)

@@ -1,0 +1,269 @@
+"""Tests of course_lib.plots: what is drawn, read back from the Axes, and how a picture leaves the kernel."""
+
+import base64
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from course_lib import plots
+from course_lib.plots import Picture, live_png, new_axes
+
+MIB = 1024**2
+ALT = "A line that rises from one to four."
+
+
+def timeline():
+    by_category = {
+        "activations": [0, 2 * MIB, 4 * MIB, 0],
+        "parameters": [MIB] * 4,
+        "buffers": [0] * 4,
+        "gradients": [0, 0, 0, MIB],
+    }
+    live_bytes = [sum(values) for values in zip(*by_category.values(), strict=True)]
+    return SimpleNamespace(live_bytes=live_bytes, by_category=by_category, marks=[(0, "forward"), (2, "backward")])
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def every_plot():
+    return {
+        "timeline": plots.plot_memory_timeline(timeline(), title="Peak", budget_bytes=4 * MIB),
+        "bars": plots.plot_peak_bars({"64": {"parameters": MIB, "activations": 4 * MIB}}, title="Peak"),
+        "loss": plots.plot_loss_curves({"full": [2.0, 1.0], "4 x 16": [2.0, 1.0]}, title="One"),
+        "difference": plots.plot_difference({"SGD": [1e-16, 1e-15]}, title="Rounding", tolerance=1e-6),
+        "lines": plots.plot_lines([1, 2], {"a": [1, 2]}, title="Grows", x_label="batch [samples]", y_label="bytes"),
+        "groups": plots.plot_group_sizes({"flushed": [2, 2, 1]}, title="The tail"),
+        "blocks": plots.plot_micro_batches(16, 4, title="4 passes"),
+        "gradient": plots.plot_gradient(torch.tensor([[1.0, -2.0]]), title="Gradient"),
+    }
+
+
+@pytest.mark.parametrize("name", every_plot())
+def test_every_plot_is_a_white_card_with_a_title_at_the_left_and_deterministic(name):
+    axes, again = every_plot()[name], every_plot()[name]
+    title = axes.get_title(loc="left") or axes.figure.get_suptitle()
+    assert title
+    assert to_rgb(axes.figure.get_facecolor()) == (1, 1, 1)
+    png = Picture(axes, ALT).png()
+    assert png == Picture(again, ALT).png() == Picture(axes, ALT).png()
+    with Image.open(io.BytesIO(png)) as image:
+        assert "transparency" not in image.info
+        assert not {"Software", "date", "Creation Time"} & set(image.info)
+        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+        assert len(image.convert("L").getcolors()) > 2
+
+
+@pytest.mark.parametrize("name", sorted(set(every_plot()) - {"gradient"}))
+def test_text_stays_readable(name):
+    axes = every_plot()[name]
+    labels = [axes.xaxis.label, axes.yaxis.label, *axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
+    assert min(label.get_fontsize() for label in labels if label.get_text()) >= 10
+
+
+def test_picture_bundle_has_png_words_and_size():
+    figure, axes = new_axes(width=5.0, height=2.0)
+    axes.plot([1, 4])
+    data, metadata = Picture(figure, "  A line that rises\n from one to four. ")._repr_mimebundle_()
+    assert data["text/plain"] == ALT == repr(Picture(axes, ALT))
+    assert metadata == {"image/png": {"alt": ALT, "width": 500, "height": 200}}
+    with Image.open(io.BytesIO(base64.b64decode(data["image/png"]))) as image:
+        assert image.size == (1000, 400)
+    with Image.open(io.BytesIO(live_png(figure))) as image:
+        assert image.size == (1000, 400)
+
+
+@pytest.mark.parametrize("alt", ["", "plot", "  a plot            ", None])
+def test_picture_without_words_is_refused(alt):
+    with pytest.raises(ValueError, match="alt must say in a sentence"):
+        Picture(new_axes()[0], alt)
+
+
+def test_picture_of_something_else_is_refused():
+    with pytest.raises(TypeError, match="figure must be a matplotlib Figure or Axes, got list"):
+        Picture([], ALT)
+
+
+def test_title_is_required_and_wrapped():
+    with pytest.raises(ValueError, match="title must state what the picture shows"):
+        plots.plot_group_sizes({"a": [1]}, title=" ")
+    long = "The same 64 digits: 4 x 16 keeps a budget that 64 at once breaks, and it does so every time"
+    wide = plots.plot_group_sizes({"a": [1]}, title=long).get_title(loc="left")
+    _, (left, _) = new_axes(1, 2)
+    narrow = plots.plot_group_sizes({"a": [1]}, left, title=long).get_title(loc="left")
+    assert wide.replace("\n", " ") == narrow.replace("\n", " ") == long
+    assert narrow.count("\n") > wide.count("\n") >= 1
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4])
+def test_titles_and_ticks_keep_inside_and_apart(columns):
+    figure, axes = new_axes(1, columns, width=4.0 + 2 * columns)
+    for one in axes if columns > 1 else [axes]:
+        plots.plot_loss_curves({"full": [1.0] * 200}, one, title="The curves are one, whatever the optimizer may be")
+    figure.draw_without_rendering()
+    for one in figure.axes:
+        boxes = [tick.get_window_extent() for tick in one.get_xticklabels() if tick.get_text()]
+        inside = [box for box in boxes if box.x0 >= one.bbox.x0 - 9 and box.x1 <= one.bbox.x1 + 9]
+        assert len(inside) >= 2
+        assert not any(a.overlaps(b) for number, a in enumerate(inside) for b in inside[:number])
+
+
+def test_title_keeps_inside_beside_long_labels():
+    title = "Of 10 micro-batches with K = 4, only the groups use all and never more than 4"
+    axes = plots.plot_group_sizes({"group_sizes(10, 4) of all": [4, 4, 2]}, title=title)
+    bars = plots.plot_peak_bars({"group_sizes(10, 4) of all": {"parameters": 5}}, title=title)
+    for one in (axes, bars):
+        one.figure.draw_without_rendering()
+        assert one._left_title.get_window_extent().x1 <= one.figure.bbox.x1
+
+
+def test_new_axes_returns_one_or_a_flat_list():
+    figure, axes = new_axes(2, 3, width=9.0, height=5.0)
+    assert figure.axes == axes
+    assert len(axes) == 6
+    assert tuple(figure.get_size_inches()) == (9.0, 5.0)
+    assert new_axes()[1].figure is not figure
+
+
+def test_memory_timeline_stacks_what_is_there_in_mib():
+    axes = plots.plot_memory_timeline(timeline(), title="Peak", budget_bytes=4 * MIB)
+    assert axes.get_ylabel() == "bytes alive [MiB]"
+    assert legend(axes) == ["budget 4 MiB", "activations", "gradients", "parameters"]
+    areas = {area.get_label(): area for area in axes.collections}
+    assert areas["parameters"].get_paths()[0].get_extents().y1 == 1
+    assert areas["activations"].get_paths()[0].get_extents().y1 == 5
+    outline = axes.get_lines()[-4].get_ydata()
+    assert list(outline) == [1, 3, 5, 2, 2]
+
+
+def test_memory_timeline_labels_marks_where_they_are_and_apart():
+    axes = plots.plot_memory_timeline(timeline(), title="Peak")
+    assert texts(axes) == ["forward", "backward"]
+    assert [text.xy[0] for text in axes.texts] == [0, 2]
+    crowded = timeline()
+    crowded.marks = [(event, f"forward pass of micro-batch {event}") for event in range(4)]
+    axes = plots.plot_memory_timeline(crowded, title="Peak")
+    axes.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for number, a in enumerate(boxes) for b in boxes[:number])
+
+
+@pytest.mark.parametrize(
+    ("peak", "unit"), [(1000, "B"), (2 * 1024, "KiB"), (3 * MIB, "MiB"), (2 * MIB - 1, "KiB"), (5 * 1024**3, "GiB")]
+)
+def test_unit_follows_the_size(peak, unit):
+    axes = plots.plot_peak_bars({"a": {"parameters": peak}}, title="Peak")
+    assert axes.get_xlabel() == f"bytes alive at the peak [{unit}]"
+
+
+def test_peak_bars_are_as_long_as_their_categories_together():
+    bars = {"64 at once": {"parameters": MIB, "activations": 6 * MIB}, "4 x 16": {"parameters": MIB, "gradients": MIB}}
+    axes = plots.plot_peak_bars(bars, title="Peak", budget_bytes=4 * MIB)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["64 at once", "4 x 16"]
+    assert texts(axes) == ["7.0", "2.0"]
+    ends = {}
+    for bar in axes.patches:
+        ends[round(bar.get_y())] = max(ends.get(round(bar.get_y()), 0), bar.get_x() + bar.get_width())
+    assert list(ends.values()) == [7, 2]
+    assert legend(axes)[-1] == "budget 4 MiB"
+    assert axes.get_lines()[0].get_xdata()[0] == 4
+
+
+def test_categories_differ_without_colour():
+    styles = plots.MEMORY_STYLE
+    assert set(styles) == {
+        "parameters", "buffers", "gradients", "optimizer_state", "activations", "inputs", "temporaries"
+    }  # fmt: skip
+    assert len({colour for colour, _ in styles.values()}) == len(styles)
+    plain = [colour for colour, hatch in styles.values() if not hatch]
+    hatches = [hatch for _, hatch in styles.values() if hatch]
+    assert len(set(hatches)) == len(hatches)
+    grey = [np.dot(to_rgb(colour), [0.299, 0.587, 0.114]) for colour in plain]
+    assert len(grey) == 2
+    assert abs(grey[0] - grey[1]) > 0.2
+
+
+def test_equal_loss_curves_both_stay_visible():
+    axes = plots.plot_loss_curves({"full": [2.0, 1.0], "4 x 16": [2.0, 1.0]}, title="One", y_label="loss [nats]")
+    below, above = axes.get_lines()
+    assert list(below.get_xdata()) == [1, 2]
+    assert below.get_linewidth() > 2 * above.get_linewidth()
+    assert below.get_color() != above.get_color()
+    assert legend(axes) == ["full", "4 x 16"]
+    assert axes.get_ylabel() == "loss [nats]"
+
+
+def test_lines_differ_without_colour():
+    axes = plots.plot_lines([1, 2], {str(n): [n, n] for n in range(7)}, title="7", x_label="x", y_label="y")
+    assert len({line.get_marker() for line in axes.get_lines()}) == 7
+    assert len({str(line._unscaled_dash_pattern) for line in axes.get_lines()}) == 7
+
+
+def test_difference_is_absolute_logarithmic_and_gapped_at_zero():
+    axes = plots.plot_difference({"SGD": [0.0, -1e-16, 1e-12]}, title="Rounding", tolerance=1e-6)
+    assert axes.get_yscale() == "log"
+    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [np.nan, 1e-16, 1e-12])
+    assert texts(axes) == ["tolerance 1e-6"]
+    assert axes.get_ylim()[1] > 1e-6
+    assert axes.get_lines()[0].get_marker() != "None"
+
+
+def test_logarithmic_x_axis_shows_the_values():
+    axes = plots.plot_lines([1, 4, 16], {"a": [1, 2, 3]}, title="Grows", x_label="batch", y_label="y", log_x=True)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "4", "16"]
+
+
+def test_group_sizes_hatch_the_short_group():
+    axes = plots.plot_group_sizes({"flushed": [2, 2, 1], "dropped": [2, 2]}, title="The tail")
+    frames = [bar for bar in axes.patches if bar.get_facecolor()[3] == 0]
+    assert [bar.get_width() for bar in frames] == [2, 2, 1, 2, 2]
+    assert [bool(bar.get_hatch()) for bar in frames] == [False, False, True, False, False]
+    assert texts(axes) == ["2", "2", "1", "2", "2"]
+
+
+def test_micro_batches_draw_one_square_a_sample_and_keep_their_place():
+    small = plots.plot_micro_batches(3, 2, title="2 passes")
+    large = plots.plot_micro_batches(64, 16, title="16 passes")
+    assert [len(block.get_offsets()) for block in small.collections] == [3, 3]
+    assert sum(len(block.get_offsets()) for block in large.collections) == 1024
+    assert small.get_xlim() == large.get_xlim()
+    assert small.get_ylim() == large.get_ylim()
+
+
+def test_gradient_scale_is_symmetric_and_shared():
+    first, second = plots.plot_gradient({"a": torch.ones(2, 3), "b": torch.full((2, 3), -4.0)}, title="Gradient")
+    assert first.images[0].get_clim() == second.images[0].get_clim() == (-4, 4)
+    assert len(first.collections) == 0
+    assert len(second.collections[0].get_offsets()) == 6  # minus signs
+
+
+@pytest.mark.parametrize(("shape", "drawn"), [((), (1, 1)), ((5,), (1, 5)), ((2, 3), (2, 3)), ((4, 3, 2, 2), (4, 12))])
+def test_gradient_of_any_shape_becomes_an_image(shape, drawn):
+    axes = plots.plot_gradient(torch.ones(shape, requires_grad=True), title="Gradient")
+    assert axes.images[0].get_array().shape == drawn
+
+
+def test_given_axes_are_drawn_into_and_data_is_left_alone():
+    _, (left, right) = new_axes(1, 2)
+    values = np.array([0.0, -1.0])
+    assert plots.plot_difference({"a": values}, left, title="Left") is left
+    assert plots.plot_gradient(values, right, title="Right") is right
+    assert list(values) == [0.0, -1.0]
+
+
+def test_plots_need_neither_pyplot_nor_torch():
+    code = "import sys, course_lib.plots; print({'matplotlib.pyplot', 'torch', 'ipywidgets'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
