@@ -2,5 +2,5 @@
 
 import os
 
-# The profiler's own log goes to stderr, into notebook cells too. Only set before torch is imported does this keep it silent.
+# The profiler's own log goes to stderr, into notebook cells too. This silences it, if set before torch is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

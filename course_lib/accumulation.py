@@ -191,7 +191,7 @@ def mean_loss(
         total = add_items(counts)
         if not has_items(total):
             return math.nan
-        return sum((float(divide(loss, total, with_gradient=False)) for loss in sums), start=0.0)
+        return sum(float(divide(loss, total, with_gradient=False)) for loss in sums)
 
 
 # The arithmetic of sums and counts.

@@ -1173,7 +1173,10 @@ def test_a_process_without_items_of_its_own_has_a_share_of_zero():
     assert share == 0.0
     assert type(share) is float
     assert model.weight.grad is None
-    assert accumulate_gradients(model, [], outputs_sum, total_count={"a": 4}) == 0.0
+    for total in (4, {"a": 4}):
+        share = accumulate_gradients(model, [], outputs_sum, total_count=total)
+        assert share == 0.0
+        assert type(share) is float
 
 
 # Several terms.
@@ -1385,6 +1388,11 @@ STEP_FAULTS = {
         {"scheduler": torch.optim.lr_scheduler.StepLR(sgd(Slope()), 1)},
         ValueError,
         "scheduler belongs to another optimizer",
+    ),
+    "an optimizer as scaler": (
+        {"scaler": own(lambda _, optimizer: optimizer)},
+        TypeError,
+        r"scaler must be a torch.amp.GradScaler, or None; got Adam",
     ),
     "scaler": ({"scaler": object()}, TypeError, "scaler must be a torch.amp.GradScaler, or None; got object"),
     **{
@@ -1651,6 +1659,11 @@ MEANS = {
     "partial": (functools.partial(reduced, reduction="mean"), count_samples, singles(2, 3)),
     "wrapped": (functools.wraps(mean_of_samples)(lambda *given: mean_of_samples(*given)), count_samples, singles(2)),
     "tokens": (mean_of_tokens, count_mask, token_losses([1, 1, 1], [5])),
+    "tokens, the first row without any": (
+        mean_of_tokens,
+        count_mask,
+        [(numbers(9, 9, 1, 2).reshape(2, 2), numbers(0, 0, 1, 1).reshape(2, 2))],
+    ),
     "one term of two": (
         mean_in_one_term,
         lambda part: {"a": len(part), "b": len(part)},
@@ -1807,14 +1820,14 @@ def test_a_loss_that_failed_is_probed_again():
     model = Slope()
     with pytest.raises(TypeError):
         accumulate_gradients(model, ["no tensor"], mean_of_samples, lambda micro_batch: 1.0)
-    broken = True
+    faults = ["not there yet"]
 
     def loss(model, micro_batch):
-        return 1 / 0 if broken else mean_of_samples(model, micro_batch)
+        return 1 / 0 if faults else mean_of_samples(model, micro_batch)
 
     with pytest.raises(ZeroDivisionError):
         accumulate_gradients(model, singles(1, 2), loss)
-    broken = False
+    faults.clear()
     with pytest.raises(ValueError, match="loss_sum must return the SUM"):
         accumulate_gradients(model, singles(1, 2), loss)
 
@@ -2000,8 +2013,9 @@ def test_modules_that_do_more_than_set_a_flag_get_their_mode_back():
     model = nn.Sequential(Adapter(), Adapter(), Stubborn(1))
     model.train()
     model[1].eval()
+    model[2].training = True
     modes = [module.training for module in model.modules()]
-    assert modes == [True, True, False, False]
+    assert modes == [True, True, False, True]
     batch = torch.ones(2, 1)
     assert mean_loss(model, [batch], outputs_sum) == pytest.approx(2.25, rel=1e-4)
     assert [module.training for module in model.modules()] == modes
@@ -2239,6 +2253,13 @@ def test_micro_batches_of_any_kind_are_taken_when_loss_and_count_know_them():
 
     assert accumulate_gradients(model, [["a", "bbb"], ["cc"]], lengths_sum, len) == 2.0
     assert mean_loss(model, [["a", "bbb"], ["cc"]], lengths_sum, len) == 2.0
+
+    def broken_sum(model, texts):
+        raise RuntimeError("these texts cannot be read")
+
+    with pytest.raises(RuntimeError, match="these texts cannot be read"):
+        accumulate_gradients(model, [["a", "bbb"], ["cc"]], broken_sum, len)
+    assert model.weight.grad is None
 
 
 def test_a_compiled_wrapper_is_probed_as_the_model_inside():

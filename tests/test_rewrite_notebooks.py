@@ -130,7 +130,7 @@ def untidy():
     outputs = [
         new_output("display_data", view, metadata={PICTURE: {"alt": "A panel."}, WIDGET_VIEW: {}}),
         new_output("display_data", {WIDGET_VIEW: {"model_id": "b"}}),
-        new_output("error", ename="ValueError", evalue="no", traceback=["File /home/me/a.py", "ValueError: no"]),
+        new_output("error", ename="ValueError", evalue="no", traceback=["File folder/a.py", "ValueError: no"]),
     ]
     machine = {"execution": {"iopub.execute_input": "2020-01-01T00:00:00Z"}, "trusted": True, "tags": ["measured"]}
     notebook = new_notebook(
