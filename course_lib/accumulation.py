@@ -427,7 +427,7 @@ def check_step(
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS, for one
         raise ValueError(
             f"optimizer {type(optimizer).__name__} needs a closure that runs the model; it cannot take one gradient"
         )

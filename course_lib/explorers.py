@@ -106,7 +106,6 @@ class HelloPanel(Panel):
                 split.accumulation_steps,
                 self._axes,
                 title=split.title,
-                most=(self.LARGEST_MICRO_BATCH, self.MOST_STEPS),
             )
             self.answer.value = f"<b>{split.sentence}</b>"
             self.image.value = live_png(self._figure)

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -362,29 +364,33 @@ def plot_group_sizes(groups: Mapping[str, Sequence[int]], axes: Axes | None = No
     return _finish(axes, title)
 
 
-def plot_micro_batches(
-    micro_batch_size: int,
-    accumulation_steps: int,
-    axes: Axes | None = None,
-    *,
-    title: str,
-    most: tuple[int, int] = (64, 16),
-) -> Axes:
-    """Draw one update as blocks side by side, one a micro-batch, with one square a sample, four to a row.
+def plot_micro_batches(micro_batch_size: int, accumulation_steps: int, axes: Axes | None = None, *, title: str) -> Axes:
+    """Draw one update as blocks side by side, one a micro-batch, with one square a sample.
 
-    `most` is the largest (micro-batch size, accumulation steps) that will be drawn into the same axes: squares keep
-    their size and place from one drawing to the next.
+    The axes keep their limits, whatever is drawn: the squares are as large as all of them fit, up to a quarter of the
+    height.
     """
     axes = _axes(axes, height=2.6)
-    sample = np.arange(micro_batch_size)
+    width, height = 48.0, 10.0  # the shape of the axes, so that squares come out square
+
+    def side(columns: int) -> float:
+        across = accumulation_steps * (columns + 1) - 1  # blocks are one square apart
+        return min(width / across, height / math.ceil(micro_batch_size / columns), height / 4)
+
+    columns = max(range(1, micro_batch_size + 1), key=side)  # the first, so the narrowest, of the best
+    square, sample = side(columns), np.arange(micro_batch_size)
     for step in range(accumulation_steps):
+        left = (step * (columns + 1) + sample % columns) * square
         colour = LINE_STYLE[0][0] if step % 2 == 0 else "#56B4E9"
-        axes.scatter(5 * step + sample % 4, sample // 4, marker="s", s=22, color=colour, linewidths=0)
-    axes.set_xlim(-1, 5 * most[1] - 1)
-    axes.set_ylim(-0.8, math.ceil(most[0] / 4) - 0.2)
+        corners = zip(left, sample // columns * square, strict=True)
+        squares = [Rectangle(corner, 0.86 * square, 0.86 * square) for corner in corners]
+        axes.add_collection(PatchCollection(squares, facecolor=colour, linewidths=0))
+    axes.set_xlim(-0.5, width + 0.5)
+    axes.set_ylim(-0.5, height + 0.5)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xticks([5 * step + 1.5 for step in range(accumulation_steps)], range(1, accumulation_steps + 1))
+    centres = [(step * (columns + 1) + (columns - 0.14) / 2) * square for step in range(accumulation_steps)]
+    axes.set_xticks(centres, range(1, accumulation_steps + 1))
     axes.set_xlabel("micro-batches of one update; a square is one sample")
     return _finish(axes, title)
 

@@ -233,11 +233,15 @@ def test_group_sizes_hatch_the_short_group():
     assert texts(axes) == ["2", "2", "1", "2", "2"]
 
 
-def test_micro_batches_draw_one_square_a_sample_and_keep_their_place():
+def test_micro_batches_draw_one_square_a_sample_within_limits_that_stay():
     small = plots.plot_micro_batches(3, 2, title="2 passes")
     large = plots.plot_micro_batches(64, 16, title="16 passes")
-    assert [len(block.get_offsets()) for block in small.collections] == [3, 3]
-    assert sum(len(block.get_offsets()) for block in large.collections) == 1024
+    assert [len(block.get_paths()) for block in small.collections] == [3, 3]
+    assert sum(len(block.get_paths()) for block in large.collections) == 1024
+    for axes in (small, large):
+        corners = np.concatenate([path.vertices for block in axes.collections for path in block.get_paths()])
+        assert corners.min() >= 0
+        assert (corners.max(axis=0) <= (axes.get_xlim()[1], axes.get_ylim()[1])).all()
     assert small.get_xlim() == large.get_xlim()
     assert small.get_ylim() == large.get_ylim()
 

@@ -353,19 +353,33 @@ def test_the_map_of_the_package_has_every_module_below_those_that_import_it():
     assert [tier_of(row[0]) for row in rows] == sorted(tier_of(row[0]) for row in rows)
 
 
+def stated_minutes() -> dict[str, str]:
+    """The minutes that each notebook's first cell states, by the notebook's file name."""
+    stated = {}
+    for path in project_files(".ipynb"):
+        first_cell = "".join(yaml.safe_load(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        minutes = re.search(r"(\d+) minutes", first_cell)
+        stated[path.name] = minutes[1] if minutes else "not stated"
+    return stated
+
+
 def test_the_map_of_the_course_has_every_notebook_with_its_minutes():
     mapped = {}
     for link, _, minutes in tables_below("The map"):
         name, path = re.fullmatch(r"\[(\w+)\]\((.+)\)", link).groups()
         assert path == f"notebooks/{name}.ipynb"
-        mapped[path] = minutes
-    stated = {}
-    for path in project_files(".ipynb"):
-        first_cell = "".join(yaml.safe_load(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-        minutes = re.search(r"(\d+) minutes", first_cell)
-        stated[path.relative_to(ROOT).as_posix()] = minutes[1] if minutes else "not stated"
-    assert mapped == stated
+        mapped[f"{name}.ipynb"] = minutes
+    assert mapped == stated_minutes()
     assert list(mapped) == sorted(mapped)
+
+
+def test_the_map_in_the_first_notebook_links_every_other_one_with_its_minutes():
+    first = (ROOT / "notebooks/00_start_here.ipynb").read_text(encoding="utf-8")
+    text = "\n".join("".join(cell["source"]) for cell in yaml.safe_load(first)["cells"])
+    rows = re.findall(r"^\|[^|]*\| \[\w+\]\((\w+\.ipynb)\) \|[^|]*\| (\d+) \|$", text, flags=re.MULTILINE)
+    stated = stated_minutes()
+    stated.pop("00_start_here.ipynb")
+    assert dict(rows) == stated
 
 
 # ---- every file ------------------------------------------------------------------------------------------------------
