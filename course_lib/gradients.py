@@ -52,7 +52,8 @@ class GradientComparison:
 def compare_gradients(reference: Gradients | nn.Module, candidate: Gradients | nn.Module) -> GradientComparison:
     """Compare two gradients, given as dicts of tensors by name or as modules that hold them in `.grad`.
 
-    Computed in float64. A parameter that has a gradient on one side only counts as zeros on the other.
+    Computed in float64, where entries below 1e-154 count as zeros, their squares being too small. A parameter that has
+    a gradient on one side only counts as zeros on the other.
     Raises ValueError when the reference is empty or two tensors of one name differ in shape.
     """
     sides = {"reference": reference, "candidate": candidate}

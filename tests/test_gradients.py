@@ -85,10 +85,13 @@ def test_gradients_at_right_angles_have_the_cosine_zero():
     assert (result.cosine, result.scale) == (0.0, 0.0)
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), st.randoms())
+@given(
+    st.lists(st.floats(-1e3, 1e3).filter(lambda value: value == 0 or abs(value) > 1e-100), min_size=1, max_size=6),
+    st.randoms(),
+)
 def test_the_numbers_do_not_depend_on_how_entries_are_shared_among_parameters(values, random):
     """One gradient of n entries, and the same entries as n parameters."""
-    others = [value + random.uniform(-1, 1) for value in values]
+    others = [value + random.randint(-64, 64) / 64 for value in values]
     whole = compare_gradients({"a": vector(*values)}, {"a": vector(*others)})
     parts = compare_gradients(*({str(i): vector(v) for i, v in enumerate(side)} for side in (values, others)))
     for name in ("max_abs", "relative_error", "cosine", "scale"):
