@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib.batches import Batch, concatenate_batches, count_samples, split_batch, tensors_of
 from course_lib.losses import Count, LossSum
@@ -174,8 +175,8 @@ def mean_loss(
 ) -> float:
     """Return the mean loss over all items of the micro-batches, in evaluation mode; nan when there are none.
 
-    Nothing changes: gradients, buffers, the training mode of every module and the random state are as before. It can be
-    called in the middle of a group.
+    Gradients, the training mode of every module and the random state are as before, and so are buffers, unless the
+    model writes them in evaluation mode too. It can be called in the middle of a group.
     """
     check_model(model)
     check_loss(loss_sum, count)
@@ -313,7 +314,8 @@ def parameters_held_still(model: nn.Module, *, enabled: bool) -> Iterator[None]:
         return
     versions = [parameter._version for parameter in model.parameters()]
     yield
-    if versions != [parameter._version for parameter in model.parameters()]:
+    moved = versions != [parameter._version for parameter in model.parameters()]
+    if moved or all(parameter.grad is None for parameter in model.parameters()):  # a hook has used and cleared them
         raise ValueError(
             "parameters changed during backward, so an optimizer steps inside it (a hook, or a fused optimizer). "
             "That excludes accumulation: use a single micro-batch, or an optimizer that steps once per update"
@@ -464,14 +466,17 @@ def identity(value: Any, depth: int = 5) -> Any:
     if inspect.isfunction(value):
         # An empty cell compares equal to a new one, and with any other contents are not looked at.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        kind, parts = value.__code__, [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        used = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        own = [part for part in used if isinstance(part, str | bool) or inspect.isfunction(part)]
+        kind = value.__code__
+        parts = [*cells, *own, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     elif inspect.ismethod(value):
         kind, parts = "method", [value.__self__, value.__func__]
     elif isinstance(value, partial):
         kind, parts = "partial", [value.func, *value.args, *value.keywords, *value.keywords.values()]
     else:
         settings = getattr(value, "__dict__", {}).values()
-        kind, parts = type(value), [setting for setting in settings if isinstance(setting, str | bool)]
+        kind, parts = type(value), [setting for setting in settings if isinstance(setting, str | bool | nn.Module)]
     return (kind, *(identity(part, depth - 1) for part in parts)) if depth else kind
 
 
@@ -489,7 +494,9 @@ def probe_for_mean(
         return
     model = getattr(model, "_orig_mod", model)  # a compiled model would compile again for each size
     seen = []
-    with suppress(Exception):  # whatever is wrong here comes up again, with its own message, in the pass itself
+    # Outside of what watches the update: a budget or a meter that counted these two samples would count too much.
+    # Whatever goes wrong here comes up again, with its own message, in the pass itself.
+    with suppress(Exception), _disable_current_modes():
         once = next(sample for sample in split_batch(with_items[0], 1) if has_items(check_items(count(sample))))
         twice = concatenate_batches([once, once])
         with evaluation(model):

@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def parse_bytes(size: int | str, name: str = "limit") -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if unit is None:
             raise ValueError(f"{name}={size!r} is not a size in bytes: {accepted}")
-        num_bytes = int(float(match[1]) * unit)
+        num_bytes = int(Fraction(match[1]) * unit)  # a float would round the digits of a large number
     else:
         try:
             num_bytes = operator.index(size)
@@ -363,6 +364,9 @@ def _other_hooks_are_active() -> bool:
     return top is not None and getattr(top[0], "__func__", None) is not MemoryMeter._pack
 
 
+_profiling = threading.Lock()
+
+
 class MemoryMeter:
     """The bytes of one measured block: made by `measure_memory`, which says what counts."""
 
@@ -514,8 +518,15 @@ class MemoryMeter:
     @contextmanager
     def _profiled(self) -> Iterator[None]:
         """Run PyTorch's profiler around the block and set `scratch_bytes`."""
-        if torch._C._autograd._profiler_enabled():
+        # The profiler, and standard error, are the whole process's: two threads at once would crash it.
+        if torch._C._autograd._profiler_enabled() or not _profiling.acquire(blocking=False):
             raise RuntimeError("scratch=True uses PyTorch's profiler, which is already running: stop it first")
+        try:
+            yield from self._profile()
+        finally:
+            _profiling.release()
+
+    def _profile(self) -> Iterator[None]:
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         with _without_profiler_log(), tempfile.TemporaryDirectory() as folder:
             with profiler:
@@ -606,7 +617,8 @@ def memory_budget(limit: int | str, *resident: Any) -> MemoryBudget:
     The allocation that would pass the limit raises torch.OutOfMemoryError, with the one argument and the wording that
     out-of-memory handlers look for. If the resident objects alone are too large the block is refused at its start.
 
-    After the error model and optimizer are as before the update that failed, also when it is caught inside the block:
+    After the error parameters and optimizer are as before the update that failed, also when it is caught inside the
+    block (buffers that forward passes wrote, such as BatchNorm's statistics, and the random state have moved on):
     gradients made in the block are dropped. Those that existed before stay the same objects, but values may have been
     added to them: clear them. An optimizer step that runs out leaves parameters and state bit for bit as they were and
     makes no new state (the state of steps that were completed stays: the parameters have moved with it). For this each
@@ -632,7 +644,7 @@ class MemoryBudget:
         self._tracker = _Tracker(residents.device, limit=simulated, give_back=self._give_back)
         self._stack: ExitStack | None = None
         self._gradients_before: list[tuple[weakref.ref[Tensor], Callable[[], Tensor | None]]] = []
-        self._undo_step: dict[Optimizer, Callable[[], Any]] = {}
+        self._undo_step: dict[int, Callable[[], Any]] = {}  # by the frame of the call of step
 
     @property
     def live_bytes(self) -> int:
@@ -674,19 +686,31 @@ class MemoryBudget:
 
     def _before_step(self, optimizer: Optimizer, args, kwargs) -> None:
         if threading.get_ident() == self._thread:
+            # A step that raises runs no post-hook. What it left here is out of date when its call is over, and is
+            # known by that call's frame; the frame itself would keep its tensors alive.
             undo = [_snapshot(optimizer.param_groups), _snapshot(optimizer.state)]
-            self._undo_step[optimizer] = lambda: [restore() for restore in undo]
+            self._undo_step[id(sys._getframe(1))] = lambda: [restore() for restore in undo]
 
     def _after_step(self, optimizer: Optimizer, args, kwargs) -> None:
-        self._undo_step.pop(optimizer, None)
+        self._undo_step.pop(id(sys._getframe(1)), None)
 
     def _give_back(self) -> None:
         """Undo a step that is under way and drop the gradients that were made in the block."""
         while self._undo_step:
-            self._undo_step.popitem()[1]()
+            frame_id, undo = self._undo_step.popitem()
+            if _is_running(frame_id):
+                undo()
         for parameter, gradient_before in ((p(), g) for p, g in self._gradients_before):
             if parameter is not None and parameter.grad is not None and parameter.grad is not gradient_before():
                 parameter.grad = None
+
+
+def _is_running(frame_id: int) -> bool:
+    """Say whether the function call with this frame is still under way in this thread."""
+    frame = sys._getframe()
+    while frame is not None and id(frame) != frame_id:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _snapshot(value: Any) -> Callable[[], Any]:

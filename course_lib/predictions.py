@@ -6,8 +6,10 @@ here prints one line of plain text that depends on the guess and the answer only
 
 import math
 import numbers
+import re
 
 _LONGEST_CHOICE = 60
+_number_in_text = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _guesses: dict[str, float | int | str | None] = {}
 
 
@@ -26,6 +28,8 @@ def predict(question: str, guess: float | str | None = None, *, choices: tuple[s
         print(f"No guess yet. Put {wanted} in place of None, then run the cell again.")
         return
     guess = _checked("guess", guess)
+    if isinstance(guess, str) and _number_in_text.fullmatch(guess):
+        raise ValueError(f"guess must be written without quotes or a percent sign if it is a number, got {guess!r}")
     if choices and _plain(guess) not in map(_plain, choices):
         raise ValueError(f"guess must be one of {_quoted(choices)}, got {guess!r}")
     _guesses[question] = guess
@@ -60,11 +64,13 @@ def _checked(argument: str, value: object) -> float | int | str:
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be {accepted}, got {value!r} of type {type(value).__name__}")
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number can be too large for a float
+        finite = False
+    if not finite:
         raise ValueError(f"{argument} must be {accepted}, got {value!r}")
-    return float(value)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _verdict(guess: float | str, answer: float | str) -> str:

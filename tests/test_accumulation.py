@@ -42,6 +42,7 @@ from course_lib.losses import (
     squared_error_sum,
     token_cross_entropy_sum,
 )
+from course_lib.memory import measure_memory, memory_budget
 from course_lib.training import train
 
 
@@ -2290,3 +2291,59 @@ def test_losses_in_several_precisions_make_one_mean():
         return loss.double() if micro_batch[0] > 1 else loss
 
     assert accumulate_gradients(model, [torch.tensor([1.0]), torch.tensor([3.0])], mixed_sum) == 2.0
+
+
+def test_the_probe_is_no_part_of_what_a_budget_or_a_meter_counts():
+    """A probe that ran out inside a budget dropped the gradients of an earlier group."""
+    model, batch = nn.Linear(1000, 1), (torch.randn(4, 1000), torch.randn(4, 1))
+    micro_batches = split_batch(batch, 1)
+
+    def first(model, micro_batch):
+        return (model(micro_batch[0]) - micro_batch[1]).square().sum()
+
+    def second(model, micro_batch):
+        return 3 * (model(micro_batch[0]) - micro_batch[1]).square().sum()
+
+    for loss_sum in (first, second):
+        accumulate_gradients(model, micro_batches, loss_sum)
+    expected = model.weight.grad.clone()
+    accumulation._tried.clear()
+    model.zero_grad()
+    with measure_memory(model, batch) as meter:
+        for loss_sum in (first, second):
+            accumulate_gradients(model, micro_batches, loss_sum)
+    accumulation._tried.clear()
+    model.zero_grad()
+    with memory_budget(meter.peak_bytes, model, batch):
+        for loss_sum in (first, second):
+            accumulate_gradients(model, micro_batches, loss_sum)
+    assert torch.equal(model.weight.grad, expected)
+
+
+REDUCTION = "sum"
+
+
+def reduced_by_a_global(model, micro_batch):
+    return functional.mse_loss(model(micro_batch[0]), micro_batch[1], reduction=REDUCTION)
+
+
+def test_a_global_setting_that_was_changed_is_probed_again(monkeypatch):
+    model, batch = nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(4, 1))
+    accumulate_gradients(model, [batch], reduced_by_a_global)
+    monkeypatch.setitem(globals(), "REDUCTION", "mean")
+    with pytest.raises(ValueError, match="SUM of the item losses"):
+        accumulate_gradients(model, [batch], reduced_by_a_global)
+
+
+def test_a_hook_that_uses_and_clears_each_gradient_is_refused():
+    """O04: a write through `.data` leaves the version as it was, but the gradient is gone."""
+    model, batch = nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(4, 1))
+
+    def step(parameter):
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ValueError, match="steps inside"):
+        accumulate_gradients(model, split_batch(batch, 2), squared_error_sum)

@@ -1084,3 +1084,45 @@ def test_another_thread_is_neither_limited_nor_counted():
         worker.join()
     assert made[0].numel() == 10_000
     assert meter.peak_bytes == 0
+
+
+def test_a_step_that_was_interrupted_is_not_undone_later():
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyboardInterrupt
+
+    model = nn.Linear(5, 3)
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    with memory_budget("5 KB", model, optimizer):
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(100_000)
+    assert (model.weight == 7.0).all()
+
+
+def test_profiling_in_two_threads_at_once_is_refused_not_a_crash():
+    messages = []
+
+    def profile():
+        try:
+            with measure_memory(scratch=True):
+                torch.zeros(10)
+        except RuntimeError as error:
+            messages.append(str(error))
+
+    with measure_memory(scratch=True):
+        thread = threading.Thread(target=profile)
+        thread.start()
+        thread.join()
+    assert len(messages) == 1
+    assert "already running" in messages[0]
+    profile()  # and it is free again
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize(("size", "num_bytes"), [("9007199254740993 B", 9007199254740993), ("1" * 400 + " B", None)])
+def test_a_very_large_size_keeps_its_digits(size, num_bytes):
+    assert parse_bytes(size) == (num_bytes or int("1" * 400))

@@ -110,3 +110,18 @@ def test_guess_outside_the_choices_is_refused():
 def test_empty_question_is_refused():
     with pytest.raises(ValueError, match="question must be a non-empty string"):
         predict(" ", 4)
+
+
+@pytest.mark.parametrize("guess", ["1e-7", "25%", "16", "-0.5", "1,024"])
+def test_a_number_in_quotes_is_refused_and_not_kept(guess):
+    with pytest.raises(ValueError, match="without quotes"):
+        predict("quoted", guess)
+    with pytest.raises(ValueError, match="never asked"):
+        confront("quoted", 1)
+
+
+def test_a_number_too_large_for_a_float_is_refused_and_not_kept():
+    with pytest.raises(ValueError, match="finite"):
+        predict("very large", 10**400)
+    with pytest.raises(ValueError, match="never asked"):
+        confront("very large", 1)
