@@ -55,6 +55,8 @@ SECTIONS: dict[str, Sections] = {
     "02_accumulate_step_by_step": Sections(),
     "03_match_the_full_batch": Sections(),
     "04_count_the_effective_batch": Sections(),
+    "06_scale_the_loss": Sections(),
+    "07_weigh_unequal_micro_batches": Sections(),
 }
 
 
