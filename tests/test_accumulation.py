@@ -2293,9 +2293,20 @@ def test_losses_in_several_precisions_make_one_mean():
     assert accumulate_gradients(model, [torch.tensor([1.0]), torch.tensor([3.0])], mixed_sum) == 2.0
 
 
+class Scale(nn.Module):
+    """One weight; two samples in evaluation need more room than one in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return (inputs * self.weight).relu().relu().sum(1)
+
+
 def test_the_probe_is_no_part_of_what_a_budget_or_a_meter_counts():
-    """A probe that ran out inside a budget dropped the gradients of an earlier group."""
-    model, batch = nn.Linear(1000, 1), (torch.randn(4, 1000), torch.randn(4, 1))
+    """A probe that ran out inside a budget dropped the gradients of an earlier group, and nobody was told."""
+    model, batch = Scale(), (torch.randn(4, 1000), torch.randn(4))
     micro_batches = split_batch(batch, 1)
 
     def first(model, micro_batch):
@@ -2304,20 +2315,42 @@ def test_the_probe_is_no_part_of_what_a_budget_or_a_meter_counts():
     def second(model, micro_batch):
         return 3 * (model(micro_batch[0]) - micro_batch[1]).square().sum()
 
-    for loss_sum in (first, second):
-        accumulate_gradients(model, micro_batches, loss_sum)
+    def both():
+        for loss_sum in (first, second):
+            accumulate_gradients(model, micro_batches, loss_sum)
+
+    accumulation._tried.clear()
+    with measure_memory(model, batch) as with_probes:
+        both()
     expected = model.weight.grad.clone()
-    accumulation._tried.clear()
     model.zero_grad()
-    with measure_memory(model, batch) as meter:
-        for loss_sum in (first, second):
-            accumulate_gradients(model, micro_batches, loss_sum)
-    accumulation._tried.clear()
+    with measure_memory(model, batch) as without:
+        both()
+    assert with_probes.peak_bytes == without.peak_bytes
     model.zero_grad()
-    with memory_budget(meter.peak_bytes, model, batch):
-        for loss_sum in (first, second):
-            accumulate_gradients(model, micro_batches, loss_sum)
+    accumulation._tried.clear()
+    with memory_budget(without.peak_bytes, model, batch):
+        both()
     assert torch.equal(model.weight.grad, expected)
+
+
+class LossObject:
+    """A loss that keeps its criterion as an attribute."""
+
+    def __init__(self):
+        self.criterion = nn.MSELoss(reduction="sum")
+
+    def __call__(self, model, micro_batch):
+        return self.criterion(model(micro_batch[0]), micro_batch[1])
+
+
+def test_a_criterion_that_was_exchanged_is_probed_again():
+    model, batch = nn.Linear(3, 1), (torch.randn(4, 3), torch.randn(4, 1))
+    loss_sum = LossObject()
+    accumulate_gradients(model, [batch], loss_sum)
+    loss_sum.criterion = nn.MSELoss()
+    with pytest.raises(ValueError, match="SUM of the item losses"):
+        accumulate_gradients(model, [batch], loss_sum)
 
 
 REDUCTION = "sum"

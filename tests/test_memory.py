@@ -1126,3 +1126,18 @@ def test_profiling_in_two_threads_at_once_is_refused_not_a_crash():
 @pytest.mark.parametrize(("size", "num_bytes"), [("9007199254740993 B", 9007199254740993), ("1" * 400 + " B", None)])
 def test_a_very_large_size_keeps_its_digits(size, num_bytes):
     assert parse_bytes(size) == (num_bytes or int("1" * 400))
+
+
+def test_a_budget_keeps_no_copy_after_a_step_that_was_completed():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory_budget("5 KB", model, optimizer) as budget:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        assert not budget._undo_step
+
+
+def test_tensors_on_another_device_count_nothing():
+    with measure_memory() as meter:
+        torch.empty(1000, device="meta")
+    assert meter.peak_bytes == 0

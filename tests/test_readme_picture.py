@@ -19,4 +19,6 @@ def test_the_stored_picture_is_the_one_the_code_draws():
     stored = Image.open(PICTURE)
     assert stored.size == drawn.size, "run python -m tests.draw_readme_picture"
     difference = np.abs(np.asarray(stored.convert("L"), dtype=float) - np.asarray(drawn.convert("L"), dtype=float))
-    assert difference.mean() < 2  # of 255: fonts may be smoothed otherwise elsewhere; another picture differs by 10
+    # Of 255. The same code gives 0; the smallest change that was tried, the budget line at 5 MiB, gives 1.5, and a cut
+    # in two halves gives 5.3. What is below may be fonts that are smoothed otherwise elsewhere.
+    assert difference.mean() < 0.5
