@@ -30,6 +30,7 @@ from tests.rewrite_notebooks import NOTEBOOKS, PICTURE, ROOT, WIDGET_VIEW, canon
 
 LIBRARY = ROOT / "course_lib"
 MOST_LINES = 25
+NARROW_COLUMNS = 72  # of code that a page of 800 pixels shows without scrolling
 SHORTEST_TEXT = 20  # characters that a picture's words need at least
 VERDICTS = ("true", "half true", "false")
 
@@ -447,6 +448,8 @@ def predictions_are_confronted(notebook: Notebook) -> Iterator[str]:
             guesses = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "guess")]
             if any(not (isinstance(guess, ast.Constant) and guess.value is None) for guess in guesses):
                 yield f"cell {cell.number} predicts in the learner's place: the stored guess must be None"
+            if any(guess.end_col_offset > NARROW_COLUMNS for guess in guesses):
+                yield f"cell {cell.number} puts the guess out of sight on a narrow page: give it a line of its own"
     left_open = [question for question in asked if question not in confronted]
     if len(left_open) > notebook.sections.open_questions:
         yield f"asked with predict and never confronted: {', '.join(map(repr, left_open))}"

@@ -412,6 +412,13 @@ def guess_left_in(cells):
     replace(cells, "predict('how many', None)", "predict('how many', guess=16)")
 
 
+@bad("out of sight on a narrow page")
+def guess_far_to_the_right(cells):
+    longer = "how many" + " in words" * 8
+    replace(cells, "predict('how many', None)", f"predict('{longer}', None)")
+    replace(cells, "confront('how many', 16)", f"confront('{longer}', 16)")
+
+
 @bad("no cell shows a live panel", "00_start_here.ipynb")
 def no_panel(cells):
     replace(cells, "hello_panel()", "print()")
