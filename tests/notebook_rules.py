@@ -538,10 +538,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def _library_definition(full_name: str, library: Path) -> ast.AST | None:
     """Find the definition of course_lib.module.name in the library's source, without importing it."""
     _, *modules, name = full_name.split(".")
-    path = library.joinpath(*modules, "__init__.py") if not modules else library.joinpath(*modules).with_suffix(".py")
-    if not path.is_file():
-        return None
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    folder = library.joinpath(*modules)
+    # A folder passes on the names of its files.
+    paths = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    body = [node for path in paths if path.is_file() for node in ast.parse(path.read_text(encoding="utf-8")).body]
     return next((node for node in body if isinstance(node, _DEFINITIONS) and node.name == name), None)
 
 

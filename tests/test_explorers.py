@@ -6,8 +6,7 @@ import ipywidgets
 import pytest
 from PIL import Image
 
-from course_lib import explorers
-from course_lib.explorers import HelloPanel, Panel, Split, hello_panel, labelled_slider
+from course_lib.explorers import HelloPanel, Panel, Split, hello, hello_panel, labelled_slider
 from course_lib.plots import Picture, new_axes
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -84,7 +83,7 @@ def test_no_output_widget():
 def test_one_change_draws_once(monkeypatch):
     panel = hello_panel()
     drawn = []
-    monkeypatch.setattr(explorers, "live_png", lambda figure: drawn.append(figure) or b"picture")
+    monkeypatch.setattr(hello, "live_png", lambda figure: drawn.append(figure) or b"picture")
     panel.micro_batch_size.value = 8
     panel.micro_batch_size.value = 8
     assert len(drawn) == 1

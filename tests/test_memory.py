@@ -18,8 +18,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from course_lib import memory
 from course_lib.memory import CATEGORIES, format_bytes, measure_memory, memory_budget, parse_bytes
+from course_lib.memory import measured as memory
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Models and updates

@@ -233,9 +233,18 @@ def imported_modules(source: str) -> set[str]:
     return imported
 
 
+def package_sources() -> dict[str, list[Path]]:
+    """Return the files of each module of course_lib: one, or those of a folder."""
+    sources = {}
+    for path in project_files(".py"):
+        if path.is_relative_to(ROOT / "course_lib") and path != ROOT / "course_lib" / "__init__.py":
+            module = path.relative_to(ROOT / "course_lib").parts[0].removesuffix(".py")
+            sources.setdefault(module, []).append(path)
+    return sources
+
+
 def package_modules() -> list[str]:
-    modules = sorted(path.stem for path in project_files(".py") if path.parent == ROOT / "course_lib")
-    return [module for module in modules if module != "__init__"]
+    return sorted(package_sources())
 
 
 def test_imports_are_found_in_every_form():
@@ -252,9 +261,10 @@ def test_imports_are_found_in_every_form():
 
 def test_each_module_has_a_tier_and_imports_only_from_lower_ones():
     wrong = []
-    for module in package_modules():
+    for module, paths in package_sources().items():
         own_tier = tier_of(module)
-        for other in sorted(imported_modules(read(f"course_lib/{module}.py"))):
+        others = set().union(*(imported_modules(path.read_text(encoding="utf-8")) for path in paths))
+        for other in sorted(others - ({module} if len(paths) > 1 else set())):
             if tier_of(other) >= own_tier:
                 wrong.append(f"{module} (tier {own_tier}) imports {other} (tier {tier_of(other)})")
     assert wrong == []
