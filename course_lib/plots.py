@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PatchCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -213,6 +212,103 @@ def plot_peak_bars(
     return _finish(axes, title)
 
 
+def plot_peak_by_size(
+    peaks: Mapping[int, int],
+    axes: Axes | None = None,
+    *,
+    title: str,
+    budget_bytes: int | None = None,
+    whole: int | None = None,
+    chosen: int | None = None,
+) -> Axes:
+    """Draw the peak of an update against its micro-batch size; what is above the budget is a cross instead of a dot.
+
+    `peaks` maps a size in samples to bytes. `whole` is the size of the whole batch: its peak, taken in one pass, is a
+    diamond off the line, since no gradients wait during that pass. `chosen` gets a ring and its size in words.
+    """
+    axes = _axes(axes)
+    unit, unit_name = _unit(max([*peaks.values(), budget_bytes or 0, 1]))
+    sizes = sorted(size for size in peaks if size != whole)
+    axes.plot(sizes, [peaks[size] / unit for size in sizes], color="#0072B2", linewidth=1.4, zorder=1)
+    for label, marker, colour, inside in (
+        ("fits", "o", "#0072B2", True),
+        ("does not fit", "X", "#D55E00", False),
+    ):
+        some = [size for size in sizes if (budget_bytes is None or peaks[size] <= budget_bytes) == inside]
+        if some:
+            values = [peaks[size] / unit for size in some]
+            axes.plot(some, values, linestyle="none", marker=marker, markersize=7, color=colour, label=label)
+    if whole in peaks:
+        over = budget_bytes is not None and peaks[whole] > budget_bytes
+        label = f"all {whole} in one pass{', does not fit' if over else ''}"
+        axes.plot(whole, peaks[whole] / unit, "D", markersize=8, color="#D55E00" if over else "#0072B2", label=label)
+    if chosen in peaks:
+        ring = {"markersize": 15, "markerfacecolor": "none", "markeredgecolor": INK, "markeredgewidth": 1.8}
+        axes.plot(chosen, peaks[chosen] / unit, "o", label=f"chosen: {chosen}", **ring)
+    if budget_bytes is not None:
+        _budget_line(axes.axhline, budget_bytes, unit, unit_name)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.12 * max([*peaks.values(), budget_bytes or 1]) / unit)
+    axes.xaxis.set_major_locator(_whole_numbers(axes))
+    axes.set_xlabel("micro-batch size [samples]")
+    axes.set_ylabel(f"peak [{unit_name}]")
+    _legend_beside(axes)
+    return _finish(axes, title, grid=True)
+
+
+def plot_peak_and_time(
+    points: Mapping[str, tuple[int, float]],
+    axes: Axes | None = None,
+    *,
+    title: str,
+    budget_bytes: int | None = None,
+    stack: Sequence[str] = (),
+) -> Axes:
+    """Draw settings of one update as points: the bytes of its peak across, its time upwards, in times the first one's.
+
+    `points` maps a label to (peak in bytes, seconds). Each point has a letter, which the legend explains; those of
+    `stack` are diamonds, joined in that order. `budget_bytes` is a line: what is to its left fits.
+    """
+    axes = _axes(axes, height=4.6)
+    unit, unit_name = _unit(max([*(peak for peak, _ in points.values()), budget_bytes or 0, 1]))
+    first = next(iter(points.values()))[1]
+    places = {label: (peak / unit, seconds / first) for label, (peak, seconds) in points.items()}
+    if stack:
+        across, up = zip(*(places[label] for label in stack), strict=True)
+        axes.plot(across, up, color="#D55E00", linewidth=1.4, linestyle=(0, (4, 2)), zorder=1)
+    for number, (label, (x, y)) in enumerate(places.items()):
+        letter = chr(ord("A") + number)
+        joined = label in stack
+        axes.plot(
+            x,
+            y,
+            linestyle="none",
+            marker="D" if joined else "o",
+            markersize=8,
+            color="#D55E00" if joined else "#0072B2",
+            label=f"{letter}  {label}",
+        )
+        axes.annotate(
+            letter,
+            (x, y),
+            xytext=(6, 5),
+            textcoords="offset points",
+            fontsize=TICK_SIZE,
+            fontweight="bold",
+            color=INK,
+        )
+    if budget_bytes is not None:
+        _budget_line(axes.axvline, budget_bytes, unit, unit_name)
+    axes.set_xlim(0, 1.1 * max([x for x, _ in places.values()] + [(budget_bytes or 0) / unit]))
+    axes.set_ylim(0, 1.15 * max(y for _, y in places.values()))
+    axes.set_xlabel(f"bytes alive at the peak [{unit_name}]")
+    axes.set_ylabel("time of an update [times the first]")
+    handles, labels = axes.get_legend_handles_labels()
+    legend = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "borderaxespad": 0}
+    axes.legend(handles, labels, fontsize=TICK_SIZE, **legend)
+    return _finish(axes, title, grid=True)
+
+
 def plot_loss_curves(
     curves: Mapping[str, Sequence[float]],
     axes: Axes | None = None,
@@ -319,6 +415,89 @@ def plot_lines(
     return _finish_lines(axes, title, x_label, y_label)
 
 
+def plot_error_by_size(
+    errors: Mapping[int, float],
+    axes: Axes | None = None,
+    *,
+    title: str,
+    tolerance: float,
+    chosen: int | None = None,
+    x_label: str = "micro-batch size [samples]",
+) -> Axes:
+    """Draw relative errors against a size on a logarithmic axis from 1e-18 up, with the tolerance as a line across.
+
+    `errors` maps a size to a relative error. An error of exactly 0 has no place there: it is drawn at the foot, as a
+    triangle. `chosen` gets a ring.
+    """
+    axes = _axes(axes)
+    foot = 1e-18
+    sizes = sorted(errors)
+    equal = [size for size in sizes if errors[size] == 0]
+    apart = [size for size in sizes if errors[size] != 0]
+    axes.plot(apart, [errors[size] for size in apart], color="#0072B2", marker="o", markersize=3.5, linewidth=1)
+    axes.plot(equal, [foot] * len(equal), "^", color="#009E73", markersize=7, label="exactly 0" if equal else None)
+    if chosen in errors:
+        ring = {"markersize": 14, "markerfacecolor": "none", "markeredgecolor": INK, "markeredgewidth": 1.8}
+        axes.plot(chosen, errors[chosen] or foot, "o", label=f"chosen: {chosen}", **ring)
+    axes.axhline(tolerance, color=INK, linewidth=1.2, linestyle=(0, (2, 2)), label=f"tolerance {tolerance:.0e}")
+    axes.set_yscale("log")
+    axes.set_ylim(foot / 4, 1e3)
+    axes.set_xlim(0, max(sizes) + 1)
+    return _finish_lines(axes, title, x_label, "relative error")
+
+
+def plot_found_gradients(found: Sequence[float], axes: Axes | None = None, *, title: str) -> Axes:
+    """Draw what each update finds in `.grad` as a bar; 1 is right, and what is not 1 is hatched and has its number."""
+    axes = _axes(axes)
+    wrong = [abs(value - 1) > 1e-9 for value in found]
+    places = range(1, len(found) + 1)
+    colours = ["#D55E00" if one else "#56B4E9" for one in wrong]
+    hatches = ["///" if one else "" for one in wrong]
+    axes.bar(places, found, width=0.8, color=colours, hatch=hatches, edgecolor="white", linewidth=0.8)
+    for place, value, one in zip(places, found, wrong, strict=True):
+        if one:
+            axes.text(place, value + 0.04, f"{value:.3g}", ha="center", fontsize=TICK_SIZE, color=INK)
+    axes.axhline(1, color=INK, linewidth=1.2, linestyle=(0, (2, 2)))
+    axes.set_ylim(0, 2.2)
+    axes.set_xlim(0.4, max(len(found), 1) + 0.6)
+    if found:
+        axes.xaxis.set_major_locator(_whole_numbers(axes))
+    else:
+        axes.set_xticks([])
+    axes.set_xlabel("update")
+    axes.set_ylabel("gradient")
+    return _finish(axes, title)
+
+
+def plot_bar_pairs(
+    labels: Sequence[str],
+    values: Mapping[str, Sequence[float]],
+    axes: Axes | None = None,
+    *,
+    title: str,
+    y_label: str,
+) -> Axes:
+    """Draw one bar a rule beside one another for each label, with its number above; nan is a gap that says nan.
+
+    `values` maps a rule to as many numbers as there are labels.
+    """
+    axes = _axes(axes)
+    width = 0.8 / len(values)
+    highest = max([value for row in values.values() for value in row if math.isfinite(value)], default=0.0) or 1.0
+    for place, (rule, row) in enumerate(values.items()):
+        lefts = np.arange(len(labels)) + (place - (len(values) - 1) / 2) * width
+        heights = [value if math.isfinite(value) else 0.0 for value in row]
+        colour, hatch = (("#0072B2", ""), ("#D55E00", "///"), ("#009E73", "..."))[place % 3]
+        axes.bar(lefts, heights, 0.92 * width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.8, label=rule)
+        for left, value, height in zip(lefts, row, heights, strict=True):
+            axes.text(left, height + 0.02 * highest, f"{value:.3g}", ha="center", fontsize=TICK_SIZE, color=INK)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, 1.45 * highest)  # room for the legend
+    axes.set_ylabel(y_label)
+    axes.legend(fontsize=TICK_SIZE, frameon=False, loc="upper right", ncols=1)
+    return _finish(axes, title)
+
+
 def plot_group_sizes(groups: Mapping[str, Sequence[int]], axes: Axes | None = None, *, title: str) -> Axes:
     """Draw micro-batches as blocks, joined to the groups of one update each: one row a label, the size in each group.
 
@@ -371,20 +550,25 @@ def plot_micro_batches(micro_batch_size: int, accumulation_steps: int, axes: Axe
     height.
     """
     axes = _axes(axes, height=2.6)
-    width, height = 48.0, 10.0  # the shape of the axes, so that squares come out square
+    across, up = axes.figure.get_size_inches() - (0.35, 0.85)  # about the axes' own, so that squares come out square
+    width, height = 48.0, 48.0 * up / across
 
     def side(columns: int) -> float:
-        across = accumulation_steps * (columns + 1) - 1  # blocks are one square apart
-        return min(width / across, height / math.ceil(micro_batch_size / columns), height / 4)
+        wide = accumulation_steps * (columns + 1) - 1  # blocks are one square apart
+        return min(width / wide, height / math.ceil(micro_batch_size / columns), height / 4)
 
-    columns = max(range(1, micro_batch_size + 1), key=side)  # the first, so the narrowest, of the best
+    def legible(columns: int) -> tuple[float, int]:
+        """Of about the same size the widest; a full rectangle, unless its squares are much smaller."""
+        return round(side(columns) * (0.75 if micro_batch_size % columns else 1), 1), columns
+
+    columns = max(range(1, micro_batch_size + 1), key=legible)
     square, sample = side(columns), np.arange(micro_batch_size)
     for step in range(accumulation_steps):
         left = (step * (columns + 1) + sample % columns) * square
         colour = LINE_STYLE[0][0] if step % 2 == 0 else "#56B4E9"
-        corners = zip(left, sample // columns * square, strict=True)
-        squares = [Rectangle(corner, 0.86 * square, 0.86 * square) for corner in corners]
-        axes.add_collection(PatchCollection(squares, facecolor=colour, linewidths=0))
+        corners = np.stack([left, sample // columns * square], axis=1)[:, None]
+        unit_square = np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
+        axes.add_collection(PolyCollection(corners + 0.86 * square * unit_square, facecolor=colour, linewidths=0))
     axes.set_xlim(-0.5, width + 0.5)
     axes.set_ylim(-0.5, height + 0.5)
     axes.set_yticks([])
@@ -430,6 +614,101 @@ def plot_gradient(gradient: object, axes: Axes | Sequence[Axes] | None = None, *
     else:
         _set_title(axes[0], title, room=axes[0].figure.get_figwidth() - 0.5)
     return list(axes)
+
+
+def plot_gradient_beside(
+    now: object | None, full_batch: object, axes: Sequence[Axes], *, title: str, limit: float
+) -> list[Axes]:
+    """Draw a gradient as it is now, beside the full batch's, on one fixed scale from -`limit` to `limit`.
+
+    Blue below zero, white at zero, red above, with a minus sign on negative entries. `now` is None where there is none:
+    then its frame is empty and says so. `axes` are two, which must be clear.
+    """
+    for one, values, label in ((axes[0], now, ".grad now"), (axes[1], full_batch, "the full batch's")):
+        one.set_xticks([])
+        one.set_yticks([])
+        one.spines[:].set_visible(True)
+        one.spines[:].set_color(FAINT)
+        image = np.zeros((8, 8)) if values is None else _as_image(values)
+        one.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
+        rows, columns = np.nonzero(image < -0.04 * limit)
+        one.scatter(columns, rows, marker="_", s=16, color=INK, linewidths=0.8)
+        if values is None:
+            one.text(
+                0.5, 0.5, "None", transform=one.transAxes, ha="center", va="center", fontsize=LABEL_SIZE, color=INK
+            )
+        one.set_xlabel(label, fontsize=TICK_SIZE, color=INK)
+    _set_title(axes[0], title, room=axes[0].figure.get_figwidth() - 0.5, pad=6)
+    return list(axes)
+
+
+def plot_bytes_so_far(timeline: object, until: int, axes: Axes, *, title: str, starts: Mapping[str, int]) -> Axes:
+    """Draw the bytes alive up to event `until` of a timeline, stacked by category; the axes are those of the whole.
+
+    `timeline` is `MemoryMeter.timeline`. `starts` maps labels to the events at which they begin, marked below. The
+    number at the end of the trace is what is alive there.
+    """
+    events = len(timeline.live_bytes)
+    unit, unit_name = _unit(max([*timeline.live_bytes, 1]))
+    x = np.arange(until + 1)
+    bottom = np.zeros(until + 1)
+    for category in _in_order(timeline.by_category):
+        if any(timeline.by_category[category]):
+            top = bottom + np.asarray(timeline.by_category[category][: until + 1], dtype=float) / unit
+            colour, hatch = _memory_style(category)
+            style = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.0}
+            axes.fill_between(x, bottom, top, step="post", label=_words(category), **style)
+            bottom = top
+    axes.step(x, bottom, where="post", color=INK, linewidth=1.2)
+    axes.plot([until], bottom[-1:], marker="o", markersize=5, color=INK, clip_on=False)
+    for start in starts.values():
+        axes.axvline(start, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.set_xlim(0, max(1.02 * events, 1))
+    axes.set_ylim(0, 1.6 * max([*timeline.live_bytes, 1]) / unit)
+    is_late = until > 0.8 * events
+    axes.annotate(
+        f"{bottom[-1]:.0f}",
+        (until, bottom[-1]),
+        xytext=(-4 if is_late else 4, 4),
+        textcoords="offset points",
+        ha="right" if is_late else "left",
+        fontsize=TICK_SIZE,
+        color=INK,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+    )
+    axes.set_xticks(list(starts.values()), list(starts), ha="left")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylabel(f"alive [{unit_name}]")
+    axes.legend(
+        *(values[::-1] for values in axes.get_legend_handles_labels()),
+        loc="upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=TICK_SIZE - 1.5,
+        handlelength=1.4,
+        columnspacing=0.9,
+        labelspacing=0.2,
+        borderaxespad=0.1,
+    )
+    return _finish(axes, title, pad=6)
+
+
+def plot_steps_so_far(
+    events: Sequence[int], values: Sequence[float], until: int, axes: Axes, *, title: str, y_label: str
+) -> Axes:
+    """Draw a value that changes in jumps: `values[i]` from event `events[i]` on, up to place `until` of both.
+
+    The axes are those of the whole, so that the trace grows in place.
+    """
+    axes.step(events[: until + 1], values[: until + 1], where="post", color=LINE_STYLE[0][0], linewidth=2)
+    axes.plot([events[until]], [values[until]], marker="o", markersize=5, color=INK, clip_on=False)
+    axes.set_xlim(0, max(1.02 * events[-1], 1))
+    axes.set_ylim(0, 1.15 * max([*values, 1e-12]))
+    axes.set_xticks([])
+    axes.yaxis.set_major_locator(MaxNLocator(3))
+    axes.set_ylabel(y_label)
+    axes.set_xlabel("allocations and releases, in order")
+    return _finish(axes, title, pad=6)
 
 
 def _axes(axes: Axes | None, height: float = 3.6) -> Axes:

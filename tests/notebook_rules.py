@@ -52,12 +52,12 @@ class Sections:
 
 SECTIONS: dict[str, Sections] = {
     "00_start_here": Sections(panel=True, ledger=True, open_questions=5),
-    "01_run_out_of_memory": Sections(),
+    "01_run_out_of_memory": Sections(panel=True),
     "02_accumulate_step_by_step": Sections(),
-    "03_match_the_full_batch": Sections(),
-    "04_count_the_effective_batch": Sections(),
-    "06_scale_the_loss": Sections(),
-    "07_weigh_unequal_micro_batches": Sections(),
+    "03_match_the_full_batch": Sections(panel=True),
+    "04_count_the_effective_batch": Sections(panel=True),
+    "06_scale_the_loss": Sections(panel=True),
+    "07_weigh_unequal_micro_batches": Sections(panel=True),
 }
 
 

@@ -1,13 +1,10 @@
 """The first live panel: a micro-batch size and accumulation steps, answered by their product."""
 
-import threading
 from dataclasses import dataclass
 
-import ipywidgets
-
 from course_lib.batches import effective_batch_size
-from course_lib.explorers.panel import Panel, labelled_slider
-from course_lib.plots import Picture, live_png, new_axes, plot_micro_batches
+from course_lib.explorers.panel import LivePicture, Panel, labelled_slider
+from course_lib.plots import Picture, new_axes, plot_micro_batches
 
 
 @dataclass(frozen=True)
@@ -40,43 +37,31 @@ class HelloPanel(Panel):
 
     def __init__(self) -> None:
         start = Split(micro_batch_size=16, accumulation_steps=4)
+        text = (
+            "A panel with two controls, micro-batch size and accumulation steps: run the cell to use it. "
+            f"At first it shows {start.sentence}."
+        )
+        super().__init__(text=text)
         size_row, self.micro_batch_size = labelled_slider(
             "micro-batch size", start.micro_batch_size, self.LARGEST_MICRO_BATCH
         )
         steps_row, self.accumulation_steps = labelled_slider(
             "accumulation steps", start.accumulation_steps, self.MOST_STEPS
         )
-        self.answer = ipywidgets.HTML()
-        # A fixed height, and a picture that keeps its shape inside: nothing below jumps when it is drawn again.
-        self.image = ipywidgets.Image(
-            format="png",
-            layout={"width": "100%", "max_width": "760px", "height": "260px", "object_fit": "contain"},
+        figure, self._axes = new_axes(width=5.6, height=3.0)  # not wider: on a narrow page it would shrink
+        self.live = LivePicture(figure)
+        self.image = self.live.image
+        self.arrange(
+            [size_row, steps_row, self.answer, self.image], controls=[self.micro_batch_size, self.accumulation_steps]
         )
-        self._figure, self._axes = new_axes(height=2.6)
-        self._lock = threading.Lock()  # Callbacks may come from another thread while a cell is running.
-        self._draw()
-        text = (
-            "A panel with two controls, micro-batch size and accumulation steps: run the cell to use it. "
-            f"At first it shows {start.sentence}."
-        )
-        super().__init__(
-            [size_row, steps_row, self.answer, self.image], text=text, picture=Picture(self._figure, alt=text)
-        )
-        for control in (self.micro_batch_size, self.accumulation_steps):
-            control.observe(self._draw, names="value")
+        self.keep(Picture(figure, alt=text))
 
-    def _draw(self, change: object = None) -> None:
-        with self._lock:
-            split = Split(self.micro_batch_size.value, self.accumulation_steps.value)
-            self._axes.clear()
-            plot_micro_batches(
-                split.micro_batch_size,
-                split.accumulation_steps,
-                self._axes,
-                title=split.title,
-            )
-            self.answer.value = f"<b>{split.sentence}</b>"
-            self.image.value = live_png(self._figure)
+    def draw(self) -> None:
+        split = Split(self.micro_batch_size.value, self.accumulation_steps.value)
+        self._axes.clear()
+        plot_micro_batches(split.micro_batch_size, split.accumulation_steps, self._axes, title=split.title)
+        self.say(f"<b>{split.sentence}</b>")
+        self.live.draw()
 
 
 def hello_panel() -> HelloPanel:
