@@ -2,19 +2,21 @@
 
 `update_parameters` is one call per update, so a training loop cannot zero, clip, step or divide in the wrong place.
 It is made of two halves: `accumulate_gradients` adds up the gradient of the mean loss over a group of micro-batches,
-`apply_gradients` takes the step. The short functions first; the checks of their arguments follow.
+`apply_gradients` takes the step. For a loss that compares samples with one another, `accumulate_contrastive_gradients`
+takes the place of the first half. The short functions first; the checks of their arguments follow.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, reduce
 from numbers import Real
-from types import CellType
+from operator import add
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course_lib.batches import Batch, concatenate_batches, count_samples, split_batch, tensors_of
 from course_lib.losses import Count, LossSum
+from course_lib.replay import as_if_never_run, go_back, remember
 
 Items = float | dict[str, float]  # what a count returns: one number, or one per term of the loss
 
@@ -59,6 +62,7 @@ def accumulate_gradients(
     *,
     scaler: torch.amp.GradScaler | None = None,
     total_count: Items | None = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> float:
     """Add the gradient of the mean loss over a group of micro-batches to `.grad`, and return that mean.
 
@@ -66,27 +70,106 @@ def accumulate_gradients(
     loss_sum(model, micro_batch): the SUM of the item losses, a scalar tensor.
     count(micro_batch): how many items that sum has. Both may return a dict of terms with the same keys; each term is
     then divided by its own total.
-    scaler: a GradScaler; `.grad` then holds scaled gradients until `apply_gradients` unscales them.
+    scaler: a GradScaler; `.grad` then holds scaled gradients until `apply_gradients` unscales them. With float16
+    parameters it is an error.
     total_count: the group's count over all processes, where it is larger than this process's. What is returned and
     added is then this process's share: summed over the processes, it is the mean and its gradient.
 
     A micro-batch without items is passed over. A group without items adds nothing and returns nan.
-    `.grad` has the parameter's own precision, and so has the sum over the group: keep parameters in float32 and use
-    `torch.autocast` for speed. In bfloat16 parameters many small gradients are lost in a sum.
+    sum_dtype: the precision of the sum over the group, where a parameter's own is lower. None sums in the parameter's
+    own precision: in bfloat16 many small gradients are then lost (256 + 1 = 256). With torch.float32, `.grad` of a
+    bfloat16 parameter is rounded once, at the end. From the second micro-batch on that takes 4 bytes for each such
+    parameter in place of 2, until the group ends.
+
+    Better still for training, keep parameters in float32 and use `torch.autocast` for speed.
     Raises TypeError or ValueError for arguments that cannot be right, before anything has changed. A loss that is not
     finite raises ValueError (with a scaler it makes the step skip); then, and after any other error, the model's
     gradients are cleared: a part of a gradient is worth nothing.
     """
-    total, items = check_group(model, micro_batches, loss_sum, count, total_count, scaler)
+    parameters = check_model(model)
+    check_sum_dtype(sum_dtype)
+    check_scaler(scaler, parameters)
+    total, items = check_group(model, parameters, micro_batches, loss_sum, count, total_count)
+    return add_gradients(model, parameters, micro_batches, loss_sum, total, items, scaler, sum_dtype)
+
+
+def add_gradients(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    micro_batches: Sequence[Batch],
+    loss_sum: LossSum,
+    total: Items,
+    items: list[Items],
+    scaler: torch.amp.GradScaler | None,
+    sum_dtype: torch.dtype | None,
+) -> float:
+    """Do the work of `accumulate_gradients` with arguments that have been checked and counted."""
     shares = [torch.zeros(())] * len(items)
     with no_partial_gradients(model, micro_batches):
-        for i, micro_batch in enumerate(micro_batches):
-            if has_items(items[i]):
-                share = divide(loss_sum(model, micro_batch), total)  # what this micro-batch adds to the mean
-                with parameters_held_still(model, enabled=len(items) > 1):
-                    (share if scaler is None else scaler.scale(share)).backward()  # adds to .grad, frees activations
-                shares[i] = share.detach()
-        return add_up(shares, model, scaler) if has_items(total) else math.nan
+        with summed_in(sum_dtype, parameters, len(items)) as sums:
+            held_still = ParametersHeldStill(parameters, sums, enabled=len(items) > 1)
+            for i, micro_batch in enumerate(micro_batches):
+                if has_items(items[i]):
+                    share = divide(loss_sum(model, micro_batch), total)  # what this micro-batch adds to the mean
+                    with held_still:
+                        (share if scaler is None else scaler.scale(share)).backward()  # adds, and frees activations
+                    shares[i] = share.detach()
+        return add_up(shares, parameters, scaler) if has_items(total) else math.nan
+
+
+def accumulate_contrastive_gradients(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    encode: Callable[[nn.Module, Batch], Tensor | tuple[Tensor, ...]],
+    group_loss: Callable[..., Tensor],
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> float:
+    """Add the gradient of a loss that looks across the whole group to `.grad`, and return that loss.
+
+    encode(model, micro_batch): what the model makes of each sample alone, (B, ...), or a tuple of such tensors (a model
+    that holds two encoders gives two). group_loss(*representations): the loss of the whole group from the
+    representations of all its samples, a scalar tensor; it may use parameters of the model, such as a temperature.
+    Nothing is divided here. scaler and sum_dtype: as in `accumulate_gradients`.
+
+    Two passes: every micro-batch is encoded without a graph, and the loss gives the gradient of each representation.
+    Then each is encoded again, with the random numbers and the buffers of the first time, and that gradient is sent
+    back through it. So the gradient is the full batch's for the same dropout masks, to rounding, and for any loss
+    (contrastive, Dice, load balancing), as long as `encode` looks at each sample alone. The activations of one
+    micro-batch are alive at a time, and the representations of all; the price is one more forward pass.
+    Source: Gao, Zhang, Han and Callan (2021), "Scaling deep contrastive learning batch size under memory limited
+    setup", https://arxiv.org/abs/2101.06983.
+
+    Raises TypeError or ValueError for arguments that cannot be right, for a loss that is not finite (with a scaler the
+    step is skipped), and where the second encoding is not the first's (randomness that is not PyTorch's, for one).
+    After an error the model's gradients are cleared.
+    """
+    parameters = check_contrastive(model, micro_batches, encode, group_loss, scaler, sum_dtype)
+    start, moments, parts = remember(model), [], []
+    with no_partial_gradients(model, micro_batches):
+        with summed_in(sum_dtype, parameters, len(micro_batches)) as sums:
+            with torch.no_grad():  # first pass: values only
+                for micro_batch in micro_batches:
+                    moments.append(remember(model, buffers=False))
+                    parts.append(representations(encode(model, micro_batch)))
+            torch.clear_autocast_cache()  # inside an autocast block it holds weights cast without gradients
+            joined = [whole.requires_grad_() for whole in join(parts)]
+            loss = check_group_loss(group_loss(*joined))
+            (loss if scaler is None else scaler.scale(loss)).backward()  # the gradient of every representation
+            gradients = split_like(parts, [whole.grad for whole in joined])
+            with as_if_never_run(model):  # what this pass draws and writes, the first has drawn and written
+                go_back(model, start)
+                for i, micro_batch in enumerate(micro_batches):  # second pass: the same values, with a graph
+                    go_back(model, moments[i])
+                    again = representations(encode(model, micro_batch))
+                    check_replay(parts[i], again, i, len(parts))
+                    trained = [k for k, value in enumerate(again) if value.requires_grad]  # an encoder may be frozen
+                    if not trained:
+                        continue
+                    with ParametersHeldStill(parameters, sums, enabled=len(parts) > 1):
+                        torch.autograd.backward([again[k] for k in trained], [gradients[i][k] for k in trained])
+        return add_up([loss.detach()], parameters, scaler, "group_loss")
 
 
 def apply_gradients(
@@ -105,8 +188,19 @@ def apply_gradients(
     Raises ValueError when no parameter of the optimizer has a gradient, or when the norm is not finite and no scaler is
     there to skip.
     """
-    parameters = check_step(model, optimizer, max_grad_norm, scaler, scheduler)
-    optimized = parameters_of(optimizer)
+    parameters, optimized = check_step(check_model(model), optimizer, max_grad_norm, scaler, scheduler)
+    return step_once(parameters, optimized, optimizer, max_grad_norm, scaler, scheduler)
+
+
+def step_once(
+    parameters: list[nn.Parameter],
+    optimized: list[nn.Parameter],
+    optimizer: Optimizer,
+    max_grad_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    scheduler: Any,
+) -> Step:
+    """Do the work of `apply_gradients` with arguments that have been checked."""
     gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
     if not gradients:
         raise ValueError("no parameter of optimizer has a gradient; call accumulate_gradients first, on items")
@@ -151,22 +245,25 @@ def update_parameters(
     max_grad_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     scheduler: Any = None,
+    sum_dtype: torch.dtype | None = None,
 ) -> Update:
     """Make one update of the parameters from a group of micro-batches, as the group in one pass would.
 
     Arguments as in `accumulate_gradients` and `apply_gradients`. Gradients are None at entry and at exit, also after an
     error. Any error before the step leaves parameters, optimizer, schedule and scale as they were.
     """
-    parameters = check_step(model, optimizer, max_grad_norm, scaler, scheduler)
-    total, _ = check_group(model, micro_batches, loss_sum, count, None, scaler)
-    clear_gradients(parameters)
+    own = check_model(model)
+    every, optimized = check_step(own, optimizer, max_grad_norm, scaler, scheduler)
+    check_sum_dtype(sum_dtype)
+    total, items = check_group(model, own, micro_batches, loss_sum, count, None)
+    clear_gradients(every)
     try:
-        loss = accumulate_gradients(model, micro_batches, loss_sum, count, scaler=scaler)
+        loss = add_gradients(model, own, micro_batches, loss_sum, total, items, scaler, sum_dtype)
         if not has_items(total):
             return Update(math.nan, total, None, skipped=True)
-        step = apply_gradients(model, optimizer, max_grad_norm=max_grad_norm, scaler=scaler, scheduler=scheduler)
+        step = step_once(every, optimized, optimizer, max_grad_norm, scaler, scheduler)
     finally:
-        clear_gradients(parameters)
+        clear_gradients(every)
     return Update(loss, total, *step)
 
 
@@ -226,26 +323,33 @@ def divide(loss: Tensor | dict[str, Tensor], total: Items, *, with_gradient: boo
             raise TypeError(f"loss_sum must return a scalar tensor (or a dict of them); it returned {loss!r}")
         if term.ndim > 0:
             raise ValueError(f"loss_sum must return a scalar tensor, the sum over items; got shape {tuple(term.shape)}")
-    share = sum(losses[term] / totals[term] for term in losses if totals[term] > 0)
+    share = reduce(add, [losses[term] / totals[term] for term in losses if totals[term] > 0])
     if with_gradient and not share.requires_grad:
         why = "it depends on no trainable parameter of model" if torch.is_grad_enabled() else "this is inside no_grad"
         raise ValueError(f"loss_sum returned a loss without a gradient: {why}")
     return share
 
 
-def add_up(shares: Sequence[Tensor], model: nn.Module, scaler: torch.amp.GradScaler | None) -> float:
+def add_up(
+    shares: Sequence[Tensor],
+    parameters: list[nn.Parameter],
+    scaler: torch.amp.GradScaler | None,
+    name: str = "loss_sum",
+) -> float:
     """Add the shares up to the mean loss. One that is not finite is an error, or under a scaler an overflow."""
     # Read here, once per group: reading each as it comes would make a GPU wait K times per update.
     values = [float(share) for share in shares]
     bad = [
-        f"{value} in micro-batch {i} of {len(values)}" for i, value in enumerate(values, 1) if not math.isfinite(value)
+        f"{value} in micro-batch {i} of {len(values)}" if name == "loss_sum" else f"{value}"
+        for i, value in enumerate(values, 1)
+        if not math.isfinite(value)
     ]
     if bad and not is_scaling(scaler):
         raise ValueError(
-            f"loss_sum must be finite; it was {', '.join(bad)}. The gradients are cleared, nothing has moved"
+            f"{name} must be finite; it was {', '.join(bad)}. The gradients are cleared, nothing has moved"
         )
     if bad:  # a loss can overflow where no gradient does; the scaler looks at gradients, and skips this step as well
-        for parameter in model.parameters():
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(math.nan)
     return sum(values, start=0.0)
@@ -273,7 +377,100 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+# Representations, of which a loss across samples needs all.
+
+
+def representations(encoded: Any) -> tuple[Tensor, ...]:
+    """Return what `encode` gave as a tuple; refuse what is no tensor of samples with real numbers."""
+    parts = tuple(encoded) if isinstance(encoded, tuple | list) else (encoded,)
+    for part in parts:
+        if not isinstance(part, Tensor) or part.ndim == 0 or not part.dtype.is_floating_point:
+            given = f"{part.dtype} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"encode must return a floating-point tensor (B, ...), or a tuple of them; it gave {given}")
+    if not parts:
+        raise TypeError("encode must return a floating-point tensor (B, ...), or a tuple of them; it gave none")
+    return parts
+
+
+def join(parts: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    """Join the micro-batches' representations, sample after sample, each kind on its own."""
+    shapes = [[tuple(part.shape[1:]) for part in kinds] for kinds in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"encode must return the same kinds for every micro-batch; it gave (per sample) {shapes}")
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def split_like(parts: Sequence[tuple[Tensor, ...]], gradients: Sequence[Tensor | None]) -> list[list[Tensor]]:
+    """Cut the gradient of each kind into those of the micro-batches; zeros where the loss does not use a kind."""
+    whole = [
+        None if gradient is None else iter(gradient.split([len(kinds[k]) for kinds in parts]))
+        for k, gradient in enumerate(gradients)
+    ]
+    return [
+        [torch.zeros_like(part) if whole[k] is None else next(whole[k]) for k, part in enumerate(kinds)]
+        for kinds in parts
+    ]
+
+
+def check_replay(first: tuple[Tensor, ...], again: tuple[Tensor, ...], place: int, total: int) -> None:
+    """Refuse a second encoding that is not the first: its graph would give the gradient of something else."""
+    for before, after in zip(first, again, strict=True):
+        gap, size = (float(value.detach().double().norm()) for value in (after - before, before))
+        # Half the digits: two kernels may round differently, another dropout mask changes the first digit.
+        if gap > math.sqrt(torch.finfo(before.dtype).eps) * size:
+            raise ValueError(
+                f"encode must give the same representations twice; those of micro-batch {place + 1} of {total} differ "
+                f"by {gap / size if size else math.inf:.1e} of their size. It may draw random numbers that are not "
+                "PyTorch's, or change something that is no buffer"
+            )
+
+
+def check_group_loss(loss: Any) -> Tensor:
+    """Refuse a loss of the group that is no scalar tensor with a gradient."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"group_loss must return a scalar tensor; it returned {loss!r}")
+    if loss.ndim > 0:
+        raise ValueError(f"group_loss must return a scalar tensor; got shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        why = "it does not depend on the representations" if torch.is_grad_enabled() else "this is inside no_grad"
+        raise ValueError(f"group_loss returned a loss without a gradient: {why}")
+    return loss
+
+
 # What surrounds the work.
+
+
+@contextmanager
+def summed_in(
+    dtype: torch.dtype | None, parameters: list[nn.Parameter], num_micro_batches: int
+) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Sum gradients of lower precision in `dtype` over the block, and round each sum once, when the block ends.
+
+    A gradient leaves `.grad` as soon as backward has put it there, so that one at a time is alive beside the sums.
+    """
+    sums: dict[nn.Parameter, Tensor] = {}
+    if dtype is None or num_micro_batches < 2:  # a sum of two is rounded once in any case
+        yield sums
+        return
+
+    def take(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:  # else a hook of somebody else has used it
+            sums[parameter] = sums[parameter].add_(parameter.grad) if parameter in sums else parameter.grad.to(dtype)
+            parameter.grad = None
+
+    wanted = torch.finfo(dtype).eps
+    low = [p for p in parameters if p.dtype.is_floating_point and torch.finfo(p.dtype).eps > wanted]
+    for parameter in low:
+        take(parameter)  # what is there already is a part of the sum
+    hooks = [p.register_post_accumulate_grad_hook(take) for p in low if p.requires_grad]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+    while sums:
+        parameter, total = sums.popitem()
+        parameter.grad = total.to(parameter.dtype)
 
 
 @contextmanager
@@ -306,20 +503,30 @@ def tensors_found(micro_batches: Sequence[Batch]) -> list[Tensor]:
         return []
 
 
-@contextmanager
-def parameters_held_still(model: nn.Module, *, enabled: bool) -> Iterator[None]:
-    """Refuse a backward pass that moves parameters: an optimizer that steps inside it has used a part as the whole."""
-    if not enabled:
-        yield
-        return
-    versions = [parameter._version for parameter in model.parameters()]
-    yield
-    moved = versions != [parameter._version for parameter in model.parameters()]
-    if moved or all(parameter.grad is None for parameter in model.parameters()):  # a hook has used and cleared them
-        raise ValueError(
-            "parameters changed during backward, so an optimizer steps inside it (a hook, or a fused optimizer). "
-            "That excludes accumulation: use a single micro-batch, or an optimizer that steps once per update"
-        )
+class ParametersHeldStill:
+    """Refuse a backward pass that moves parameters: an optimizer that steps inside it has used a part as the whole.
+
+    A block around each backward pass of a group. (A class: a generator's block would cost a small model a per cent.)
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], sums: Mapping[nn.Parameter, Tensor], *, enabled: bool) -> None:
+        self.parameters = parameters if enabled else []
+        self.sums = sums
+        self.versions: list[int] = []
+
+    def __enter__(self) -> None:
+        self.versions = [parameter._version for parameter in self.parameters]
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None or not self.parameters:
+            return
+        moved = self.versions != [parameter._version for parameter in self.parameters]
+        # All gone without a sum that took them: by a hook, which has used and cleared them.
+        if moved or not (self.sums or any(parameter.grad is not None for parameter in self.parameters)):
+            raise ValueError(
+                "parameters changed during backward, so an optimizer steps inside it (a hook, or a fused optimizer). "
+                "That excludes accumulation: use a single micro-batch, or an optimizer that steps once per update"
+            )
 
 
 @contextmanager
@@ -344,17 +551,39 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 # The checks.
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is not a module."""
+def check_model(model: Any) -> list[nn.Parameter]:
+    """Refuse what is not a module; return its parameters, whose listing is slow enough to be done once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    return list(model.parameters())
 
 
-def check_scaler(scaler: Any) -> None:
-    """Refuse what can't scale, unscale, step and update."""
+def check_trainable(parameters: list[nn.Parameter]) -> None:
+    """Refuse a model of which nothing can be trained."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError("model has no trainable parameters; at least one must have requires_grad=True")
+
+
+def check_scaler(scaler: Any, parameters: Iterable[nn.Parameter] = ()) -> None:
+    """Refuse what can't scale, unscale, step and update, and parameters whose gradients can't be unscaled.
+
+    A gradient in float16 that the scale has made infinite stays so when it is divided again. In bfloat16, which has
+    float32's range, a scaler is needless and changes nothing, so it is let through.
+    """
     names = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
     if scaler is not None and not all(hasattr(scaler, name) for name in names):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, or None; got {type(scaler).__name__}")
+    if is_scaling(scaler) and any(one.requires_grad and one.dtype == torch.float16 for one in parameters):
+        raise ValueError(
+            "scaler needs parameters in float32, and model has some in float16, whose gradients it can't unscale; "
+            "keep the parameters in float32 and compute the loss under torch.autocast"
+        )
+
+
+def check_sum_dtype(dtype: Any) -> None:
+    """Refuse what is no floating-point type."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"sum_dtype must be a floating-point type such as torch.float32, or None; got {dtype!r}")
 
 
 def check_loss(loss_sum: LossSum, count: Count) -> None:
@@ -382,18 +611,8 @@ def check_items(items: Any, subject: str = "count must return") -> Items:
     return numbers if isinstance(items, dict) else numbers[None]
 
 
-def check_group(
-    model: nn.Module,
-    micro_batches: Sequence[Batch],
-    loss_sum: LossSum,
-    count: Count,
-    total_count: Items | None,
-    scaler: Any,
-) -> tuple[Items, list[Items]]:
-    """Check the arguments of an accumulation and count the group; return (total, items of each micro-batch)."""
-    check_model(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("model has no trainable parameters; at least one must have requires_grad=True")
+def check_micro_batches(micro_batches: Any) -> None:
+    """Refuse what is no sequence of micro-batches."""
     if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str):
         raise TypeError(
             f"micro_batches must be a list, which is counted before it is used; got {type(micro_batches).__name__}. "
@@ -404,8 +623,20 @@ def check_group(
             "micro_batches must be a list of micro-batches; got tensors of several types, which is one batch "
             "(inputs, targets). Cut it with split_batch, or wrap it in a list"
         )
+
+
+def check_group(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    micro_batches: Sequence[Batch],
+    loss_sum: LossSum,
+    count: Count,
+    total_count: Items | None,
+) -> tuple[Items, list[Items]]:
+    """Check the arguments of an accumulation and count the group; return (total, items of each micro-batch)."""
+    check_trainable(parameters)
+    check_micro_batches(micro_batches)
     check_loss(loss_sum, count)
-    check_scaler(scaler)
     items = [check_items(count(micro_batch)) for micro_batch in micro_batches]
     own_total = total = add_items(items)
     if total_count is not None:
@@ -421,19 +652,37 @@ def check_group(
     return total, items
 
 
-def check_step(
-    model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None, scaler: Any, scheduler: Any
+def check_contrastive(
+    model: Any, micro_batches: Any, encode: Any, group_loss: Any, scaler: Any, sum_dtype: Any
 ) -> list[nn.Parameter]:
-    """Check the arguments of a step; return the model's parameters and what else the optimizer holds."""
-    check_model(model)
+    """Check the arguments of an accumulation with a loss across the group; return the model's parameters."""
+    parameters = check_model(model)
+    check_trainable(parameters)
+    check_micro_batches(micro_batches)
+    if len(micro_batches) == 0:
+        raise ValueError("micro_batches must hold at least one micro-batch; got none")
+    for name, value in (("encode", encode), ("group_loss", group_loss)):
+        if not callable(value):
+            raise TypeError(f"{name} must be a function; got {type(value).__name__}")
+    check_scaler(scaler, parameters)
+    check_sum_dtype(sum_dtype)
+    return parameters
+
+
+def check_step(
+    parameters: list[nn.Parameter], optimizer: Optimizer, max_grad_norm: float | None, scaler: Any, scheduler: Any
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Check the arguments of a step; return the model's parameters with what else the optimizer holds, and the latter.
+
+    The optimizer's come as a list of its own: norm and clipping are theirs.
+    """
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS, for one
+    if needs_closure(type(optimizer)):  # LBFGS, for one
         raise ValueError(
             f"optimizer {type(optimizer).__name__} needs a closure that runs the model; it cannot take one gradient"
         )
-    parameters, optimized = list(model.parameters()), parameters_of(optimizer)
+    optimized = parameters_of(optimizer)
     own = set(map(id, parameters))
     if not any(id(parameter) in own and parameter.requires_grad for parameter in optimized):
         raise ValueError(
@@ -442,7 +691,7 @@ def check_step(
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm must be a number above 0, or None; got {max_grad_norm!r}")
-    check_scaler(scaler)
+    check_scaler(scaler, optimized)
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler must be a learning-rate scheduler; got {type(scheduler).__name__}")
     if isinstance(scheduler, ReduceLROnPlateau):
@@ -450,7 +699,15 @@ def check_step(
     scheduled = getattr(scheduler, "optimizer", optimizer)
     if getattr(scheduled, "param_groups", None) is not optimizer.param_groups:
         raise ValueError("scheduler belongs to another optimizer; build it from the one that is given here")
-    return parameters + [parameter for parameter in optimized if id(parameter) not in own]
+    return parameters + [parameter for parameter in optimized if id(parameter) not in own], optimized
+
+
+@cache
+def needs_closure(optimizer_class: type) -> bool:
+    """Say whether the step of an optimizer runs the model itself, several times."""
+    step = getattr(optimizer_class, "step", None)
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 _tried: set[Any] = set()  # what was probed and not refused; a loop does not probe it again
@@ -480,6 +737,50 @@ def identity(value: Any, depth: int = 5) -> Any:
     return (kind, *(identity(part, depth - 1) for part in parts)) if depth else kind
 
 
+# Working out an identity takes longer than a small model's backward pass. So for plain functions, the usual case, what
+# it was made from is kept and only compared: the functions that one names, and what their names stood for.
+_last_tried: dict[tuple[int, int], tuple[list[FunctionType], list[int]]] = {}
+
+
+def plain_functions(value: Any, found: list[FunctionType] | None = None) -> list[FunctionType] | None:
+    """List a function and those that it names, all the way down; None where one carries settings or data of its own."""
+    found = [] if found is None else found
+    if not inspect.isfunction(value) or value.__closure__ or value.__defaults__ or value.__kwdefaults__:
+        return None
+    if value not in found:
+        found.append(value)
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        if any(inspect.isfunction(one) and plain_functions(one, found) is None for one in named):
+            return None
+    return found
+
+
+def names_stand_for(functions: list[FunctionType]) -> list[int]:
+    """List the identity of each function's code and of what each name in it stands for now."""
+    return [
+        id(one)
+        for function in functions
+        for one in (function.__code__, *map(function.__globals__.get, function.__code__.co_names))
+    ]
+
+
+def remember_tried(loss_sum: LossSum, count: Count) -> None:
+    """Note what a pair of plain functions that was not refused is made of; of others nothing is noted."""
+    parts = plain_functions(loss_sum), plain_functions(count)
+    if None not in parts:
+        functions = [one for part in parts for one in part]
+        _last_tried.clear()  # a loop uses one pair; so the notes cannot grow, and hold one pair's code alone
+        _last_tried[id(loss_sum), id(count)] = (functions, names_stand_for(functions))
+
+
+def unchanged_since_tried(loss_sum: LossSum, count: Count) -> bool:
+    """Say whether this is the pair of plain functions that was tried last, with nothing changed that it names."""
+    if (noted := _last_tried.get((id(loss_sum), id(count)))) is None:
+        return False
+    functions, stood_for = noted
+    return bool(_tried) and names_stand_for(functions) == stood_for
+
+
 def probe_for_mean(
     model: nn.Module, micro_batches: Sequence[Batch], items: list[Items], loss_sum: LossSum, count: Count
 ) -> None:
@@ -488,9 +789,14 @@ def probe_for_mean(
     One sample and its double are run once per loss function, in evaluation mode, without gradients. Where that tells
     nothing (a loss of 0, a batch of another structure, a loss that looks across samples), nothing is said.
     """
+    if unchanged_since_tried(loss_sum, count):
+        return
     key = identity(loss_sum), identity(count)
     with_items = [micro_batch for micro_batch, number in zip(micro_batches, items, strict=True) if has_items(number)]
-    if not with_items or key in _tried:
+    if not with_items:
+        return
+    if key in _tried:
+        remember_tried(loss_sum, count)
         return
     model = getattr(model, "_orig_mod", model)  # a compiled model would compile again for each size
     seen = []
@@ -512,6 +818,7 @@ def probe_for_mean(
                 f"{loss_twice:.6g} for it twice, as a mean does. Use reduction='sum'; the division is done here"
             )
     _tried.add(key)
+    remember_tried(loss_sum, count)
 
 
 def by_term(value: Any) -> dict[str | None, Any]:

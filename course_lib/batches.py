@@ -61,6 +61,8 @@ def map_tensors(function: Callable[..., Any], batch: Batch, *others: Batch) -> B
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """List every tensor of a batch, in order."""
+    if isinstance(batch, tuple) and all(isinstance(part, Tensor) for part in batch):  # the usual case, in a hurry
+        return list(batch)
     if isinstance(batch, Mapping | tuple | list):
         parts = batch.values() if isinstance(batch, Mapping) else batch
         return [tensor for part in parts for tensor in tensors_of(part)]
@@ -77,7 +79,7 @@ def batch_size(batch: Batch) -> int:
         raise ValueError("batch holds no tensor, so it has no size")
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ValueError("batch holds a tensor without dimensions; the first dimension must count the samples")
-    lengths = [len(tensor) for tensor in tensors]
+    lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"batch holds tensors that disagree in length: {lengths}; all must have the same first dimension"

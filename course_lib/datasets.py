@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,30 @@ def load_surnames() -> Surnames:
         names=[row["name"] for row in rows],
         frequency_percent=torch.tensor([float(row["frequency_percent"]) for row in rows], dtype=torch.float64),
     )
+
+
+def load_surname_tokens(num_pieces: int = 2048) -> tuple[list[str], Tensor]:
+    """Load the surnames as one text, a name a line, cut into pieces of one to four letters: (pieces, tokens).
+
+    pieces: `num_pieces` different strings, those of one letter and the line's end first, then the ones that save most
+    letters. tokens: (N,) int64, numbers of pieces; joined they are the text again. With 2048 pieces N is 25,625.
+    At each place the longest piece that fits is taken. Source of the names: see `load_surnames`.
+    Raises TypeError or ValueError unless num_pieces is a whole number from 27 to 20,000.
+    """
+    if positive_int("num_pieces", num_pieces, at_least=27) > 20_000:
+        raise ValueError(f"num_pieces must be at most 20000; got {num_pieces}")
+    text = "".join(f"{name}\n" for name in load_surnames().names)
+    found = Counter(text[start : start + size] for size in (2, 3, 4) for start in range(len(text) - size + 1))
+    saved = {piece: count * (len(piece) - 1) for piece, count in found.items()}
+    longer = sorted(saved, key=lambda piece: (-saved[piece], piece))
+    pieces = (sorted(set(text)) + longer)[:num_pieces]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    tokens, start = [], 0
+    while start < len(text):
+        piece = next(piece for size in (4, 3, 2, 1) if (piece := text[start : start + size]) in numbers)
+        tokens.append(numbers[piece])
+        start += len(piece)
+    return pieces, torch.tensor(tokens)
 
 
 def shuffled_batches(

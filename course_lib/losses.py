@@ -7,13 +7,15 @@ samples (tokens, weights) is tied to its own count, and `accumulate_gradients` r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from course_lib.batches import Batch, batch_size
+from course_lib.batches import Batch, batch_size, positive_int
 
 IGNORED_LABEL = -100  # the label that marks a position without a loss, PyTorch's own default
 NOTHING_IGNORED = -(2**31)  # no label has this value: an index out of range is then an error, not a silent gap
@@ -70,6 +72,49 @@ def token_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
 
 
 pair(token_cross_entropy_sum, count_tokens)
+
+
+def chunked_token_cross_entropy(chunk_tokens: int) -> tuple[LossSum, Count]:
+    """Build (loss_sum, count) for the cross-entropy over tokens that holds the scores of `chunk_tokens` tokens at most.
+
+    Value and gradient are those of `token_cross_entropy_sum`, to rounding. The scores of a chunk are made, reduced to a
+    sum and forgotten, and made again in the backward pass: the head runs twice.
+    For models with a method `features`, inputs to (B, T, width), and a `head` from width to V scores, such as SmallGPT;
+    targets (B, T), -100 where ignored.
+    Raises TypeError or ValueError for a chunk_tokens below 1; when called, TypeError for a model without the two.
+    """
+    chunk_tokens = positive_int("chunk_tokens", chunk_tokens)
+
+    def chunk_sum(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
+        scores = wide(model.head(features))  # (chunk_tokens, V), and no more of them at a time
+        return functional.cross_entropy(scores, targets, reduction="sum", ignore_index=IGNORED_LABEL)
+
+    def chunked_token_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
+        if not (callable(getattr(model, "features", None)) and callable(getattr(model, "head", None))):
+            raise TypeError(f"model must have features and head, as SmallGPT has; got {type(model).__name__}")
+        inputs, targets = micro_batch
+        features = model.features(inputs).flatten(0, 1)
+        chunks = zip(features.split(chunk_tokens), targets.flatten().split(chunk_tokens), strict=True)
+        return sum(checkpoint(chunk_sum, model, *chunk, use_reentrant=False) for chunk in chunks)
+
+    return pair(chunked_token_cross_entropy_sum, count_tokens)
+
+
+def in_bfloat16(loss_sum: LossSum) -> LossSum:
+    """Return `loss_sum` under `torch.autocast`: matrix products in bfloat16, parameters and gradients as they are.
+
+    Each call is an autocast block of its own, so the copies of the weights that autocast keeps end with it. The result
+    has the count of `loss_sum`. bfloat16 has the range of float32: no GradScaler is needed.
+    Source: Micikevicius et al. (2018), "Mixed precision training"; the documentation of torch.amp.
+    """
+
+    @functools.wraps(loss_sum)  # keeps its name and its count
+    def loss_sum_in_bfloat16(model: nn.Module, micro_batch: Batch) -> Tensor:
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16):
+            return loss_sum(model, micro_batch)
+
+    return loss_sum_in_bfloat16
 
 
 def class_weighted_cross_entropy(class_weights: Sequence[float] | Tensor) -> tuple[LossSum, Count]:

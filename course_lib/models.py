@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from course_lib.batches import positive_int
 
@@ -86,8 +87,11 @@ class SmallGPT(nn.Module):
     residual stream divided by sqrt(2 x depth), so the first loss is close to log(vocab_size).
     Parameters: depth x (12 width^2 + 13 width) + (vocab_size + context + 2) x width, and vocab_size x width more
     without a tied head.
+    `checkpoint_blocks`, an attribute too, keeps of each block its input alone and computes the rest again in the
+    backward pass: the same gradient with fewer activations, for the time of one more forward pass through the blocks.
     Sources: Radford et al. (2019), "Language models are unsupervised multitask learners"; Press and Wolf (2017),
-    "Using the output embedding to improve language models".
+    "Using the output embedding to improve language models"; Chen et al. (2016), "Training deep nets with sublinear
+    memory cost".
     Raises TypeError or ValueError for a size below 1, a width that heads doesn't divide, a dropout outside [0, 1), a
     seed below 0, a dtype that is no floating-point type; when called, for tokens that are not (B, T) int64 with T up
     to `context`.
@@ -103,6 +107,7 @@ class SmallGPT(nn.Module):
         depth: int,
         dropout: float = 0.0,
         tied_head: bool = True,
+        checkpoint_blocks: bool = False,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -116,6 +121,7 @@ class SmallGPT(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1; got {dropout!r}")
         self.context = positive_int("context", context)
+        self.checkpoint_blocks = checkpoint_blocks
         with _seeded(seed):
             self.token_embedding = nn.Embedding(vocab_size, width)
             self.position_embedding = nn.Embedding(context, width)
@@ -137,6 +143,10 @@ class SmallGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if writes_residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return what the head turns into scores: tokens (B, T) int64 to (B, T, width)."""
         if tokens.dtype != torch.int64:
             raise TypeError(f"tokens must be int64; got {tokens.dtype}")
         if tokens.ndim != 2:
@@ -146,7 +156,11 @@ class SmallGPT(nn.Module):
             raise ValueError(f"tokens must be at most {self.context} long, the context; got {length}")
         positions = torch.arange(length, device=tokens.device)
         stream = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        return self.head(self.norm(self.blocks(stream)))
+        if not self.checkpoint_blocks:
+            return self.norm(self.blocks(stream))
+        for block in self.blocks:
+            stream = checkpoint(block, stream, use_reentrant=False)  # replays the block's dropout, too
+        return self.norm(stream)
 
 
 class Block(nn.Module):

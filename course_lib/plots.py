@@ -12,10 +12,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -163,10 +165,12 @@ def plot_peak_bars(
     *,
     title: str,
     budget_bytes: int | None = None,
+    legend: str = "beside",
 ) -> Axes:
     """Draw one horizontal bar a label: the bytes alive at the peak, stacked by category, with the sum at its end.
 
     `at_peak_by_label` maps a label to `MemoryMeter.at_peak`. `budget_bytes` is drawn as a line across the bars.
+    `legend` is "beside" the bars, or "below" them for a narrow picture.
     """
     axes = _axes(axes, height=1.7 + 0.5 * len(at_peak_by_label))
     totals = [sum(parts.values()) for parts in at_peak_by_label.values()]
@@ -192,6 +196,8 @@ def plot_peak_bars(
         left += widths
     furthest = max(left.max(initial=0), (budget_bytes or 0) / unit)
     for place, end in zip(places, left, strict=True):
+        if end == 0:
+            continue  # a label without a number, for what has none yet
         axes.annotate(
             f"{end:.1f}",
             (end, place),
@@ -208,7 +214,10 @@ def plot_peak_bars(
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * furthest if furthest else 1)
     axes.set_xlabel(f"bytes alive at the peak [{unit_name}]")
-    _legend_beside(axes)
+    if legend == "below":
+        _legend_below(axes)
+    else:
+        _legend_beside(axes)
     return _finish(axes, title)
 
 
@@ -498,6 +507,139 @@ def plot_bar_pairs(
     return _finish(axes, title)
 
 
+def plot_update_parts(
+    gradients: Sequence[float],
+    results: Mapping[str, float],
+    axes: Axes | None = None,
+    *,
+    title: str,
+    threshold: float | None = None,
+) -> Axes:
+    """Draw the gradient of each micro-batch as a bar, and beside them, hatched, what was made of them.
+
+    `gradients` are numbered from 1; an infinite one reaches the top and is marked with its sign. `results` maps a label
+    to a number. `threshold` is drawn as two lines, above and below zero, with a legend.
+    """
+    axes = _axes(axes)
+    values = [*gradients, *results.values()]
+    finite = [abs(value) for value in [*values, threshold or 0] if math.isfinite(value)]
+    top = 1.25 * max([*finite, 1e-12])
+    places = [*range(len(gradients)), *(len(gradients) + 0.5 + i for i in range(len(results)))]
+    for place, value in zip(places, values, strict=True):
+        made = place >= len(gradients)
+        height = math.copysign(top, value) if math.isinf(value) else value
+        colour, hatch = ("#E69F00", "///") if made else ("#56B4E9", "")
+        axes.bar(place, height, width=0.7, color=colour, hatch=hatch, edgecolor=INK, linewidth=1.0)
+        text = ("infinite" if value > 0 else "-infinite") if math.isinf(value) else f"{value:.3g}"
+        inside = math.isinf(value)
+        axes.annotate(
+            text,
+            (place, height / 2 if inside else height),
+            xytext=(0, 0 if inside else (2 if height >= 0 else -2)),
+            textcoords="offset points",
+            ha="center",
+            va="center" if inside else ("bottom" if height >= 0 else "top"),
+            rotation=90 if inside else 0,
+            fontsize=TICK_SIZE,
+            color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            zorder=3,
+        )
+    axes.axhline(0, color=INK, linewidth=1.0)
+    for sign in () if threshold is None else (1, -1):
+        axes.axhline(sign * threshold, color=INK, linewidth=1.2, linestyle=(0, (2, 2)))
+    axes.set_xticks(places, [*(str(i) for i in range(1, len(gradients) + 1)), *results])
+    axes.set_ylim(-top if min(values) < 0 or threshold is not None else 0, top)
+    if threshold is not None:
+        axes.legend(axes.get_lines()[1:2], ["largest norm"], loc="lower right", frameon=False, fontsize=TICK_SIZE)
+    axes.set_xlabel("micro-batches, and what is made of them")
+    axes.set_ylabel("gradient")
+    return _finish(axes, title)
+
+
+def plot_agreement(
+    error_by_layer: Mapping[str, float], axes: Axes | None = None, *, title: str, rounding: float
+) -> Axes:
+    """Draw the relative error of each layer's gradient on a logarithmic axis, one row a layer.
+
+    Errors up to `rounding` lie in a grey band. An error of exactly 0 has no place on the axis: it is an open mark at
+    the left end. The axis runs from 1e-9 to 100 whatever is drawn; an error beyond it is at its end.
+    """
+    axes = _axes(axes, height=1.4 + 0.3 * len(error_by_layer))
+    lowest, highest = 1e-9, 1e2
+    axes.set_xscale("log")
+    axes.axvspan(lowest, rounding, facecolor="#ececec", zorder=0)
+    axes.text(
+        1.4 * lowest,
+        0.98,
+        "rounding",
+        transform=axes.get_xaxis_transform(),
+        fontsize=TICK_SIZE,
+        color="#444444",
+        va="top",
+    )
+    for row, error in enumerate(error_by_layer.values()):
+        inside = error <= rounding
+        place = min(max(error, 1.6 * lowest), highest / 1.6)
+        axes.plot([lowest, place], [row, row], color=FAINT, linewidth=1.5, zorder=1)
+        axes.plot(
+            place,
+            row,
+            marker="o" if inside else "X",
+            markersize=8,
+            color=LINE_STYLE[0][0] if inside else LINE_STYLE[1][0],
+            markerfacecolor="white" if error == 0 else None,
+        )
+    axes.set_xlim(lowest, highest)
+    axes.set_xticks([10.0**power for power in range(-8, 3, 2)])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(error_by_layer)), list(error_by_layer))
+    axes.set_ylim(max(len(error_by_layer), 1) - 0.4, -0.9)
+    axes.set_xlabel("relative error of the gradient")
+    return _finish(axes, title)
+
+
+def plot_update_times(
+    seconds_by_label: Mapping[str, float], axes: Axes | None = None, *, title: str, num_samples: int
+) -> Axes:
+    """Draw the time of one update as one horizontal bar a label, with its samples per second.
+
+    `seconds_by_label` maps a label to seconds; `num_samples` is what one update sees.
+    """
+    axes = _axes(axes, height=1.3 + 0.5 * len(seconds_by_label))
+    longest = 1000 * max([*seconds_by_label.values(), 1e-9])
+    for row, (seconds, (colour, _, _)) in enumerate(
+        zip(seconds_by_label.values(), _line_styles(len(seconds_by_label)), strict=True)
+    ):
+        width = 1000 * seconds
+        axes.barh(row, width, height=0.5, color=colour)
+        inside = width > 0.6 * longest
+        axes.annotate(
+            f"{_three_digits(width)} ms\n{_three_digits(num_samples / seconds)} samples/s",
+            (width, row),
+            xytext=(-5 if inside else 5, 0),
+            textcoords="offset points",
+            va="center",
+            ha="right" if inside else "left",
+            fontsize=TICK_SIZE,
+            color="white" if inside else INK,
+            fontweight="bold" if inside else "normal",
+        )
+    axes.set_yticks(range(len(seconds_by_label)), list(seconds_by_label))
+    axes.set_ylim(max(len(seconds_by_label), 1) - 0.4, -0.6)
+    axes.set_xlim(0, 1.05 * longest)
+    axes.set_xlabel("time of one update [ms]")
+    return _finish(axes, title)
+
+
+def plot_waiting(axes: Axes, *, title: str, text: str) -> Axes:
+    """Draw empty axes with a few words in their middle, for a result that is not there yet."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=LABEL_SIZE, color="#444444")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    return _finish(axes, title)
+
+
 def plot_group_sizes(groups: Mapping[str, Sequence[int]], axes: Axes | None = None, *, title: str) -> Axes:
     """Draw micro-batches as blocks, joined to the groups of one update each: one row a label, the size in each group.
 
@@ -616,57 +758,88 @@ def plot_gradient(gradient: object, axes: Axes | Sequence[Axes] | None = None, *
     return list(axes)
 
 
-def plot_gradient_beside(
-    now: object | None, full_batch: object, axes: Sequence[Axes], *, title: str, limit: float
-) -> list[Axes]:
-    """Draw a gradient as it is now, beside the full batch's, on one fixed scale from -`limit` to `limit`.
+# A picture that grows is drawn in two parts: a frame that stays, with the axes of the whole, and what moves in it. That
+# is returned as artists, so that a live picture can take them away and draw the next ones over the frame.
 
-    Blue below zero, white at zero, red above, with a minus sign on negative entries. `now` is None where there is none:
-    then its frame is empty and says so. `axes` are two, which must be clear.
+
+def plot_gradient_frame(full_batch: object, axes: Sequence[Axes], *, title: str, limit: float) -> list[Axes]:
+    """Draw the full batch's gradient into the second of two clear axes, and prepare the first for `plot_gradient_now`.
+
+    Both show 8 x 8 entries on one fixed scale from -`limit` to `limit`: blue below zero, white at zero, red above, with
+    a minus sign on negative entries.
     """
-    for one, values, label in ((axes[0], now, ".grad now"), (axes[1], full_batch, "the full batch's")):
+    for one, label in zip(axes, (".grad now", "the full batch's"), strict=True):
         one.set_xticks([])
         one.set_yticks([])
         one.spines[:].set_visible(True)
         one.spines[:].set_color(FAINT)
-        image = np.zeros((8, 8)) if values is None else _as_image(values)
-        one.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
-        rows, columns = np.nonzero(image < -0.04 * limit)
-        one.scatter(columns, rows, marker="_", s=16, color=INK, linewidths=0.8)
-        if values is None:
-            one.text(
-                0.5, 0.5, "None", transform=one.transAxes, ha="center", va="center", fontsize=LABEL_SIZE, color=INK
-            )
         one.set_xlabel(label, fontsize=TICK_SIZE, color=INK)
+    plot_gradient_now(None, axes[0], limit=limit, none="")
+    plot_gradient_now(full_batch, axes[1], limit=limit)
     _set_title(axes[0], title, room=axes[0].figure.get_figwidth() - 0.5, pad=6)
     return list(axes)
 
 
-def plot_bytes_so_far(timeline: object, until: int, axes: Axes, *, title: str, starts: Mapping[str, int]) -> Axes:
-    """Draw the bytes alive up to event `until` of a timeline, stacked by category; the axes are those of the whole.
+def plot_gradient_now(gradient: object | None, axes: Axes, *, limit: float, none: str = "None") -> list[Artist]:
+    """Draw a gradient of 8 x 8 entries into its frame and return the artists; without one the frame says `none`."""
+    image = np.zeros((8, 8)) if gradient is None else _as_image(gradient)
+    drawn: list[Artist] = [axes.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")]
+    if gradient is None:
+        drawn.append(axes.text(3.5, 3.5, none, ha="center", va="center", fontsize=LABEL_SIZE, color=INK))
+    else:
+        rows, columns = np.nonzero(image < -0.04 * limit)
+        drawn.append(axes.scatter(columns, rows, marker="_", s=16, color=INK, linewidths=0.8))
+    return drawn
 
-    `timeline` is `MemoryMeter.timeline`. `starts` maps labels to the events at which they begin, marked below. The
-    number at the end of the trace is what is alive there.
+
+def plot_bytes_frame(timeline: object, axes: Axes, *, title: str, starts: Mapping[str, int]) -> Axes:
+    """Prepare clear axes for `plot_bytes_so_far` of this timeline: limits, unit and legend are those of the whole.
+
+    `timeline` is `MemoryMeter.timeline`. `starts` maps labels to the events at which they begin, marked below.
     """
-    events = len(timeline.live_bytes)
     unit, unit_name = _unit(max([*timeline.live_bytes, 1]))
+    for start in starts.values():
+        axes.axvline(start, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.set_xlim(0, max(1.02 * len(timeline.live_bytes), 1))
+    axes.set_ylim(0, 1.6 * max([*timeline.live_bytes, 1]) / unit)
+    axes.set_xticks(list(starts.values()), list(starts), ha="left")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylabel(f"alive [{unit_name}]")
+    present = [category for category in _in_order(timeline.by_category) if any(timeline.by_category[category])]
+    axes.legend(
+        handles=[_patch_of(category) for category in reversed(present)],
+        loc="upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=TICK_SIZE - 2,
+        handlelength=1.3,
+        columnspacing=0.7,
+        labelspacing=0.2,
+        borderaxespad=0.1,
+    )
+    return _finish(axes, title, pad=6)
+
+
+def plot_bytes_so_far(timeline: object, until: int, axes: Axes) -> list[Artist]:
+    """Draw the bytes alive up to event `until`, stacked by category, into their frame, and return the artists.
+
+    The number at the end of the trace is what is alive there.
+    """
+    unit, _ = _unit(max([*timeline.live_bytes, 1]))
     x = np.arange(until + 1)
     bottom = np.zeros(until + 1)
+    drawn: list[Artist] = []
     for category in _in_order(timeline.by_category):
         if any(timeline.by_category[category]):
             top = bottom + np.asarray(timeline.by_category[category][: until + 1], dtype=float) / unit
             colour, hatch = _memory_style(category)
             style = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.0}
-            axes.fill_between(x, bottom, top, step="post", label=_words(category), **style)
+            drawn.append(axes.fill_between(x, bottom, top, step="post", **style))
             bottom = top
-    axes.step(x, bottom, where="post", color=INK, linewidth=1.2)
-    axes.plot([until], bottom[-1:], marker="o", markersize=5, color=INK, clip_on=False)
-    for start in starts.values():
-        axes.axvline(start, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
-    axes.set_xlim(0, max(1.02 * events, 1))
-    axes.set_ylim(0, 1.6 * max([*timeline.live_bytes, 1]) / unit)
-    is_late = until > 0.8 * events
-    axes.annotate(
+    drawn += axes.step(x, bottom, where="post", color=INK, linewidth=1.2)
+    drawn += axes.plot([until], bottom[-1:], marker="o", markersize=5, color=INK, clip_on=False)
+    is_late = until > 0.8 * len(timeline.live_bytes)
+    number = axes.annotate(
         f"{bottom[-1]:.0f}",
         (until, bottom[-1]),
         xytext=(-4 if is_late else 4, 4),
@@ -676,32 +849,11 @@ def plot_bytes_so_far(timeline: object, until: int, axes: Axes, *, title: str, s
         color=INK,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
     )
-    axes.set_xticks(list(starts.values()), list(starts), ha="left")
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.set_ylabel(f"alive [{unit_name}]")
-    axes.legend(
-        *(values[::-1] for values in axes.get_legend_handles_labels()),
-        loc="upper left",
-        ncols=3,
-        frameon=False,
-        fontsize=TICK_SIZE - 1.5,
-        handlelength=1.4,
-        columnspacing=0.9,
-        labelspacing=0.2,
-        borderaxespad=0.1,
-    )
-    return _finish(axes, title, pad=6)
+    return [*drawn, number]
 
 
-def plot_steps_so_far(
-    events: Sequence[int], values: Sequence[float], until: int, axes: Axes, *, title: str, y_label: str
-) -> Axes:
-    """Draw a value that changes in jumps: `values[i]` from event `events[i]` on, up to place `until` of both.
-
-    The axes are those of the whole, so that the trace grows in place.
-    """
-    axes.step(events[: until + 1], values[: until + 1], where="post", color=LINE_STYLE[0][0], linewidth=2)
-    axes.plot([events[until]], [values[until]], marker="o", markersize=5, color=INK, clip_on=False)
+def plot_steps_frame(events: Sequence[int], values: Sequence[float], axes: Axes, *, title: str, y_label: str) -> Axes:
+    """Prepare clear axes for `plot_steps_so_far` of these values: the limits are those of the whole."""
     axes.set_xlim(0, max(1.02 * events[-1], 1))
     axes.set_ylim(0, 1.15 * max([*values, 1e-12]))
     axes.set_xticks([])
@@ -709,6 +861,21 @@ def plot_steps_so_far(
     axes.set_ylabel(y_label)
     axes.set_xlabel("allocations and releases, in order")
     return _finish(axes, title, pad=6)
+
+
+def plot_steps_so_far(events: Sequence[int], values: Sequence[float], until: int, axes: Axes) -> list[Artist]:
+    """Draw a value that changes in jumps, `values[i]` from event `events[i]` on, up to place `until` of both.
+
+    It is drawn into its frame, and the artists are returned.
+    """
+    line = axes.step(events[: until + 1], values[: until + 1], where="post", color=LINE_STYLE[0][0], linewidth=2)
+    end = axes.plot([events[until]], [values[until]], marker="o", markersize=5, color=INK, clip_on=False)
+    return [*line, *end]
+
+
+def _patch_of(category: str) -> Patch:
+    colour, hatch = _memory_style(category)
+    return Patch(facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0, label=_words(category))
 
 
 def _axes(axes: Axes | None, height: float = 3.6) -> Axes:
@@ -804,6 +971,31 @@ def _legend_beside(axes: Axes) -> None:
             handleheight=1.3,
             borderaxespad=0,
         )
+
+
+def _legend_below(axes: Axes) -> None:
+    """Put the legend under the axes, in three columns, in the order in which bars are stacked."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles,
+            labels,
+            loc="upper center",
+            bbox_to_anchor=(0.42, -0.3),
+            ncols=3,
+            frameon=False,
+            fontsize=TICK_SIZE - 1,
+            handlelength=1.6,
+            handletextpad=0.5,
+            columnspacing=1.0,
+            borderaxespad=0,
+        )
+
+
+def _three_digits(number: float) -> str:
+    """Return a positive number with three digits that count, and no fraction from 100 on."""
+    decimals = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
+    return f"{number:,.{decimals}f}"
 
 
 def _finish_lines(axes: Axes, title: str, x_label: str, y_label: str) -> Axes:

@@ -932,6 +932,54 @@ def test_a_scaler_that_never_scaled_is_an_error_that_leaves_it_usable():
     assert not update_parameters(model, optimizer, singles(1), outputs_sum, scaler=scaler).skipped
 
 
+@pytest.mark.parametrize("call", ["update", "accumulate", "apply"])
+def test_a_scaler_with_float16_parameters_is_refused_before_anything_runs(call):
+    """torch says "Attempting to unscale FP16 gradients", once the whole group has been computed."""
+    model, scaler, ran = nn.Linear(2, 1).half(), scaler_of(), []
+    optimizer = sgd(model)
+
+    def loss_sum(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        ran.append(part)
+        return model(part).sum()
+
+    batch = torch.ones(1, 2, dtype=torch.float16)
+    calls = {
+        "update": lambda: update_parameters(model, optimizer, [batch], loss_sum, scaler=scaler),
+        "accumulate": lambda: accumulate_gradients(model, [batch], loss_sum, scaler=scaler),
+        "apply": lambda: apply_gradients(model, optimizer, scaler=scaler),
+    }
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match=r"scaler needs parameters in float32, .* some in float16.*autocast"):
+        calls[call]()
+    assert not ran
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 4.0
+
+
+def test_float16_is_let_through_where_nothing_is_unscaled():
+    """Frozen parameters, a scaler that is off, and no scaler at all."""
+    model = nn.Sequential(nn.Linear(2, 2).half().requires_grad_(False), nn.Linear(2, 1))
+
+    def loss_sum(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        return model[1](model[0](part).float()).sum()
+
+    batch = torch.ones(1, 2, dtype=torch.float16)
+    assert not update_parameters(model, sgd(model[1]), [batch], loss_sum, scaler=scaler_of()).skipped
+    half = nn.Linear(2, 1).half()
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        assert not update_parameters(half, sgd(half), [batch], outputs_sum, scaler=scaler).skipped
+
+
+def test_a_scaler_changes_nothing_in_bfloat16():
+    """It has the range of float32: a power of two goes in and comes out, so a scaler is needless and harmless."""
+    models = [nn.Linear(2, 1, dtype=torch.bfloat16) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    batch = torch.full((3, 2), 1e-3, dtype=torch.bfloat16)
+    for model, scaler in zip(models, (None, scaler_of(65536.0)), strict=True):
+        update_parameters(model, sgd(model), [batch[:2], batch[2:]], outputs_sum, scaler=scaler, max_grad_norm=1.0)
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 def test_finite_gradients_with_an_infinite_norm_are_an_error_not_a_step_of_zero():
     """1e30 squared is infinite in float32: clipping would multiply by 0, and momentum and decay would move on."""
     for scaler in (None, scaler_of(1.0)):
@@ -2380,3 +2428,193 @@ def test_a_hook_that_uses_and_clears_each_gradient_is_refused():
         parameter.register_post_accumulate_grad_hook(step)
     with pytest.raises(ValueError, match="steps inside"):
         accumulate_gradients(model, split_batch(batch, 2), squared_error_sum)
+
+
+# ---- the precision of the sum ----------------------------------------------------------------------------------------
+
+
+def weighted_sum(model, micro_batch):
+    """A loss whose gradient with respect to the only weight is the sum of the inputs."""
+    return model(micro_batch).float().sum()
+
+
+def summed(values, dtype, sum_dtype, size=1):
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    micro_batches = split_batch(torch.tensor(values, dtype=dtype).view(-1, 1), size)
+    accumulate_gradients(
+        model, micro_batches, weighted_sum, lambda part: 1, total_count=1 * len(micro_batches), sum_dtype=sum_dtype
+    )
+    assert model.weight.grad.dtype == dtype
+    return model.weight.grad.item() * len(micro_batches)
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_ones_that_are_lost_beside_a_large_number_are_kept_in_a_float32_sum(dtype, large):
+    """P01: 256 + 1 = 256 in bfloat16, 2048 + 1 = 2048 in float16."""
+    values = [large] + [1.0] * 255
+    assert summed(values, dtype, None) == large
+    assert summed(values, dtype, torch.float32) == large + 256  # 255 ones, rounded once
+    assert summed(values, dtype, torch.float64) == large + 256
+
+
+def test_a_thousand_thousandths_arrive():
+    """P01: 1.0 + 1000 x 0.001 stays 1.0 in bfloat16."""
+    total = torch.tensor(1.0, dtype=torch.bfloat16)
+    for _ in range(1000):
+        total += torch.tensor(0.001, dtype=torch.bfloat16)
+    assert total.item() == 1.0
+    # 24 more than 1000, so that the mean is over a power of two, which rounds nothing.
+    assert summed([1.0] + [0.001] * 1023, torch.bfloat16, None) < 1.6
+    assert summed([1.0] + [0.001] * 1023, torch.bfloat16, torch.float32) == pytest.approx(2.02, rel=2**-8)
+
+
+def half_precision_net(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, 3, dtype=dtype))
+
+
+def half_precision_batch(dtype=torch.bfloat16):
+    targets = torch.randint(3, (64,), generator=generator())
+    return torch.randn(64, 8, generator=generator()).to(dtype), targets
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_sum_is_nearer_to_the_sum_in_float64(dtype):
+    gradients = {}
+    for sum_dtype in (None, torch.float32, torch.float64):
+        model = half_precision_net(dtype)
+        accumulate_gradients(model, split_batch(half_precision_batch(dtype), 1), cross_entropy_sum, sum_dtype=sum_dtype)
+        gradients[sum_dtype] = copy_gradients(model)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    error = {s: compare_gradients(gradients[torch.float64], found).relative_error for s, found in gradients.items()}
+    assert error[None] > 5 * error[torch.float32]
+    assert error[torch.float32] < torch.finfo(dtype).eps
+
+
+def test_a_parameter_of_full_precision_and_a_single_micro_batch_are_left_as_they_are():
+    for dtype, size in ((torch.float32, 4), (torch.float64, 4), (torch.bfloat16, 64)):
+        gradients = []
+        for sum_dtype in (None, torch.float32):
+            model = half_precision_net(dtype)
+            seen = []
+            model[0].weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad is not None))
+            parts = split_batch(half_precision_batch(dtype), size)
+            accumulate_gradients(model, parts, cross_entropy_sum, sum_dtype=sum_dtype)
+            gradients.append(copy_gradients(model))
+            assert seen == [True] * len(parts)
+        assert all(torch.equal(gradients[0][name], value) for name, value in gradients[1].items())
+
+
+def test_what_lies_in_grad_is_a_part_of_the_sum_and_a_second_group_adds_up():
+    model, batch = half_precision_net(), half_precision_batch()
+    model[0].bias.grad = torch.full_like(model[0].bias, 256.0)
+    model[2].requires_grad_(False)
+    model[2].bias.grad = torch.ones_like(model[2].bias)  # of an earlier group, before it was frozen
+    accumulate_gradients(model, split_batch(batch, 1), cross_entropy_sum, sum_dtype=torch.float32)
+    once = half_precision_net()
+    accumulate_gradients(once, split_batch(batch, 1), cross_entropy_sum, sum_dtype=torch.float64)
+    expected = (once[0].bias.grad.double() + 256).to(torch.bfloat16)
+    assert compare_gradients({"x": expected}, {"x": model[0].bias.grad}).agree(2**-8)
+    assert torch.equal(model[2].bias.grad, torch.ones_like(model[2].bias))
+    first = copy_gradients(once)
+    accumulate_gradients(once, split_batch(batch, 1), cross_entropy_sum, sum_dtype=torch.float32)
+    assert compare_gradients({name: 2 * value for name, value in first.items()}, once).agree(2**-7)
+
+
+def test_one_model_may_mix_precisions_tie_parameters_and_have_sparse_gradients():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(5, 4, sparse=True, dtype=torch.bfloat16)
+            self.inner, self.again = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, dtype=torch.bfloat16)
+            self.again.weight = self.inner.weight
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, tokens):
+            return self.head(self.again(self.inner(self.table(tokens))).float())
+
+    tokens, targets = torch.randint(5, (64,), generator=generator()), torch.randint(3, (64,), generator=generator(1))
+    gradients = {}
+    for sum_dtype in (torch.float32, torch.float64):
+        model = Tied()
+        accumulate_gradients(model, split_batch((tokens, targets), 1), cross_entropy_sum, sum_dtype=sum_dtype)
+        assert model.table.weight.grad.is_sparse
+        assert {p.dtype: p.grad.dtype for p in model.parameters()} == {d: d for d in (torch.bfloat16, torch.float32)}
+        gradients[sum_dtype] = copy_gradients(model)
+    assert compare_gradients(gradients[torch.float64], gradients[torch.float32]).agree(1e-3)
+
+
+def test_an_update_passes_the_precision_of_the_sum_on():
+    moved = {}
+    for sum_dtype in (None, torch.float32):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        nn.init.zeros_(model.weight)
+        parts = split_batch(torch.tensor([256.0] + [1.0] * 255, dtype=torch.bfloat16).view(-1, 1), 1)
+        update_parameters(model, sgd(model, lr=1.0), parts, weighted_sum, sum_dtype=sum_dtype)
+        moved[sum_dtype] = -model.weight.item()
+    assert moved == {None: 1.0, torch.float32: 2.0}
+
+
+def test_a_float32_sum_takes_two_bytes_more_for_each_parameter_and_one_micro_batch_none():
+    model, batch = half_precision_net(), half_precision_batch()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def peak(size, sum_dtype):
+        model.zero_grad()
+        with measure_memory(model, batch) as meter:
+            accumulate_gradients(model, split_batch(batch, size), cross_entropy_sum, sum_dtype=sum_dtype)
+        return meter.peak_bytes
+
+    peak(8, None)  # the probe for means is behind us
+    assert 2 * num_parameters - 64 <= peak(8, torch.float32) - peak(8, None) <= 2 * num_parameters + 64
+    assert peak(64, torch.float32) == peak(64, None)
+
+
+def test_an_error_in_the_group_takes_the_hooks_away_and_leaves_no_gradients():
+    model, parts = half_precision_net(), split_batch(half_precision_batch(), 8)
+
+    def failing(model, micro_batch):
+        if micro_batch is parts[3]:
+            raise KeyError("later")
+        return cross_entropy_sum(model, micro_batch)
+
+    with pytest.raises(KeyError):
+        accumulate_gradients(model, parts, failing, sum_dtype=torch.float32)
+    assert copy_gradients(model) == {}
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_an_optimizer_in_backward_is_refused_under_a_float32_sum_too():
+    model, parts = half_precision_net(), split_batch(half_precision_batch(), 8)
+
+    def step(parameter):
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ValueError, match="steps inside"):
+        accumulate_gradients(model, parts, cross_entropy_sum, sum_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("wrong", ["float32", torch.int32, 32, float])
+def test_what_is_no_precision_is_refused_before_anything_changes(wrong):
+    model, parts = half_precision_net(), split_batch(half_precision_batch(), 8)
+    accumulate_gradients(model, parts, cross_entropy_sum)
+    before = copy_gradients(model)
+    with pytest.raises(TypeError, match="sum_dtype must be a floating-point type"):
+        accumulate_gradients(model, parts, cross_entropy_sum, sum_dtype=wrong)
+    with pytest.raises(TypeError, match="sum_dtype must be a floating-point type"):
+        update_parameters(model, sgd(model), parts, cross_entropy_sum, sum_dtype=wrong)
+    assert all(torch.equal(before[name], value) for name, value in copy_gradients(model).items())
+
+
+def test_an_overflow_under_a_scaler_is_seen_through_a_float32_sum():
+    model, parts = half_precision_net(), split_batch(half_precision_batch(), 8)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), sgd(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    parts[2] = (torch.full_like(parts[2][0], math.inf), parts[2][1])
+    update = update_parameters(model, optimizer, parts, cross_entropy_sum, scaler=scaler, sum_dtype=torch.float32)
+    assert update.skipped
+    assert all(map(torch.equal, before, model.parameters()))

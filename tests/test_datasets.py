@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from course_lib import datasets
-from course_lib.datasets import DATA_FOLDER, Digits, load_digits, load_surnames, shuffled_batches
+from course_lib.datasets import (
+    DATA_FOLDER,
+    Digits,
+    load_digits,
+    load_surname_tokens,
+    load_surnames,
+    shuffled_batches,
+)
 
 FILES_AND_LOADERS = [("digits.npz", load_digits), ("surnames.csv", load_surnames)]
 
@@ -313,3 +320,30 @@ def test_bad_arguments_are_refused_at_the_call_not_at_the_first_batch(options, e
     arguments = {"batch": torch.arange(10), "batch_size": 4, "seed": 0, **options}
     with pytest.raises(error, match=message):
         shuffled_batches(arguments.pop("batch"), arguments.pop("batch_size"), **arguments)
+
+
+# Surnames as pieces
+
+
+@pytest.mark.parametrize("num_pieces", [27, 100, 2048])
+def test_pieces_joined_are_the_surnames_again(num_pieces):
+    pieces, tokens = load_surname_tokens(num_pieces)
+    assert len(pieces) == len(set(pieces)) == num_pieces
+    assert tokens.dtype == torch.int64
+    assert "".join(pieces[token] for token in tokens) == "".join(f"{name}\n" for name in load_surnames().names)
+    assert {len(piece) for piece in pieces} <= {1, 2, 3, 4}
+    assert {piece for piece in pieces if len(piece) == 1} == set("\nabcdefghijklmnopqrstuvwxyz")
+
+
+def test_more_pieces_make_a_shorter_text():
+    lengths = [len(load_surname_tokens(num_pieces)[1]) for num_pieces in (27, 500, 2048)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == 25_625
+    pieces, tokens = load_surname_tokens()
+    assert [pieces[token] for token in tokens[:5]] == ["sm", "ith\n", "jo", "h", "nson"]
+
+
+@pytest.mark.parametrize(("bad", "error"), [(26, ValueError), (20_001, ValueError), (27.0, TypeError)])
+def test_a_number_of_pieces_that_cannot_be_is_refused(bad, error):
+    with pytest.raises(error, match="num_pieces must be"):
+        load_surname_tokens(bad)

@@ -49,6 +49,7 @@ def test_hello_panel_answers_with_the_product_and_a_new_picture():
     panel.settle()
     assert "8 x 2 = 16: one update sees 16 digits" in panel.answer.value
     assert len({before, middle, panel.image.value}) == 3
+    assert panel.image.tooltip == "8 x 2 = 16: one update sees 16 digits."  # the image's name for a screen reader
     for size, steps in ((64, 16), (16, 4)):  # by way of a larger picture, of which nothing may stay
         panel.micro_batch_size.value, panel.accumulation_steps.value = size, steps
         panel.settle()
@@ -107,7 +108,7 @@ def test_no_output_widget():
 def test_one_change_draws_once(monkeypatch):
     panel = hello_panel()
     drawn = []
-    monkeypatch.setattr(panel.live, "draw", lambda: drawn.append(panel.micro_batch_size.value))
+    monkeypatch.setattr(panel.live, "draw", lambda words: drawn.append(panel.micro_batch_size.value))
     panel.micro_batch_size.value = 8
     panel.micro_batch_size.value = 8
     panel.settle()

@@ -11,13 +11,18 @@ from torch.nn import functional
 
 from course_lib.accumulation import accumulate_gradients, mean_loss
 from course_lib.batches import count_samples, split_batch
+from course_lib.gradients import compare_gradients, copy_gradients
 from course_lib.losses import (
+    chunked_token_cross_entropy,
     class_weighted_cross_entropy,
     count_tokens,
     cross_entropy_sum,
+    in_bfloat16,
     squared_error_sum,
     token_cross_entropy_sum,
 )
+from course_lib.memory import measure_memory
+from course_lib.models import SmallGPT, dense_net
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -202,3 +207,126 @@ def test_full_precision_is_left_as_it_is():
     scores = drawn(4, 3)
     assert cross_entropy_sum(Scores(), (scores, labels(4))).dtype == torch.float64
     assert cross_entropy_sum(Scores(torch.float32), (scores.float(), labels(4))).dtype == torch.float32
+
+
+# The chunked loss.
+
+
+def small_gpt(dtype: torch.dtype = torch.float64, **options) -> SmallGPT:
+    return SmallGPT(50, context=8, width=16, heads=2, depth=2, dtype=dtype, **options)
+
+
+def token_batch(sequences: int = 6, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = labels(sequences, length, classes=50), labels(sequences, length, classes=50, seed=2)
+    targets[0] = -100
+    targets[2, 3:] = -100
+    return inputs, targets
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 48, 1000])
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_a_chunked_loss_has_the_value_and_the_gradient_of_the_whole_one(chunk_tokens, tied_head):
+    model, batch = small_gpt(tied_head=tied_head), token_batch()
+    whole = token_cross_entropy_sum(model, batch)
+    whole.backward()
+    reference = copy_gradients(model)
+    model.zero_grad()
+    loss_sum, count = chunked_token_cross_entropy(chunk_tokens)
+    chunked = loss_sum(model, batch)
+    assert chunked.item() == pytest.approx(whole.item(), rel=1e-13)
+    chunked.backward()
+    assert compare_gradients(reference, model).agree(rtol=1e-12)
+    assert count is count_tokens
+
+
+def test_a_chunked_loss_never_holds_the_scores_of_more_than_a_chunk():
+    """48 tokens of 5000 scores in float32 are 960,000 bytes; a chunk of 8 tokens has a sixth of that."""
+    model = SmallGPT(5000, context=8, width=4, heads=1, depth=1)
+    batch = labels(6, 8, classes=5000), labels(6, 8, classes=5000, seed=2)
+    scores = 48 * 5000 * 4
+
+    def peak(loss_sum) -> int:
+        with measure_memory(model, batch) as meter:
+            loss_sum(model, batch).backward()
+        model.zero_grad()
+        return meter.peak_bytes
+
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    whole, chunked = peak(token_cross_entropy_sum), peak(chunked_token_cross_entropy(8)[0])
+    assert whole > weights + 3 * scores
+    assert chunked < 4 * weights + 3 * scores / 6 + 50_000 < whole
+
+
+def test_a_chunked_loss_of_ignored_tokens_or_of_nothing_is_zero():
+    model = small_gpt()
+    loss_sum, _ = chunked_token_cross_entropy(5)
+    inputs, targets = token_batch()
+    assert loss_sum(model, (inputs, torch.full_like(targets, -100))).item() == 0.0
+    assert loss_sum(model, (inputs[:0], targets[:0])).item() == 0.0
+
+
+def test_a_chunked_loss_evaluates_and_accumulates_as_the_whole_one_does():
+    model, micro_batches = small_gpt(), split_batch(token_batch(), 2)
+    pair = chunked_token_cross_entropy(5)
+    whole = mean_loss(model, micro_batches, token_cross_entropy_sum, count_tokens)
+    assert mean_loss(model, micro_batches, *pair) == pytest.approx(whole, rel=1e-13)
+    assert accumulate_gradients(model, micro_batches, *pair) == pytest.approx(whole, rel=1e-13)
+
+
+def test_a_chunked_loss_with_the_count_of_samples_is_refused():
+    with pytest.raises(ValueError, match="count must be count_tokens, which chunked_token_cross_entropy_sum is summed"):
+        accumulate_gradients(small_gpt(), [token_batch()], chunked_token_cross_entropy(5)[0])
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "error", "message"),
+    [
+        (0, ValueError, "chunk_tokens must be at least 1; got 0"),
+        (1.5, TypeError, "chunk_tokens must be a whole number"),
+        (True, TypeError, "chunk_tokens must be a whole number"),
+    ],
+)
+def test_a_chunk_of_no_tokens_is_refused(chunk_tokens, error, message):
+    with pytest.raises(error, match=message):
+        chunked_token_cross_entropy(chunk_tokens)
+
+
+def test_a_chunked_loss_says_what_it_needs_of_a_model():
+    with pytest.raises(TypeError, match="model must have features and head, as SmallGPT has; got Sequential"):
+        chunked_token_cross_entropy(5)[0](dense_net(), token_batch())
+
+
+# Autocast.
+
+
+@pytest.mark.parametrize("loss_sum", [token_cross_entropy_sum, chunked_token_cross_entropy(16)[0]])
+def test_autocast_computes_in_bfloat16_and_adds_up_in_float32(loss_sum):
+    model, batch, seen = small_gpt(torch.float32), token_batch(), []
+    model.blocks[0].expand.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    low = in_bfloat16(loss_sum)
+    assert low.count is count_tokens
+    loss_sum(model, batch).backward()
+    reference = copy_gradients(model)
+    model.zero_grad()
+    accumulate_gradients(model, split_batch(batch, 2), low, count_tokens, total_count=None)
+    for parameter in model.parameters():
+        parameter.grad *= count_tokens(batch)
+    assert set(seen[1:]) == {torch.bfloat16}
+    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    # bfloat16 has 8 binary digits: 2 ** -8 is 0.4 %. Equal would mean that nothing was cast.
+    assert 1e-4 < compare_gradients(reference, model).relative_error < 3e-2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_leaves_no_cached_weights_behind():
+    """The cache would keep, and use, the weights of before a step."""
+    model, batch = small_gpt(torch.float32), token_batch()
+    low = in_bfloat16(token_cross_entropy_sum)
+    before = low(model, batch).item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    after = low(model, batch).item()
+    fresh = small_gpt(torch.float32)
+    fresh.load_state_dict(model.state_dict())
+    assert after == low(fresh, batch).item() != before

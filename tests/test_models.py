@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from course_lib.datasets import load_digits, shuffled_batches
+from course_lib.gradients import compare_gradients, copy_gradients
+from course_lib.memory import measure_memory
 from course_lib.models import SmallGPT, conv_net, dense_net, seven_million_gpt
 
 tiny_gpt = partial(SmallGPT, 27, context=8, width=16, heads=2, depth=2)
@@ -381,3 +383,50 @@ def test_gpt_refuses_bad_sizes(options, error, message):
 def test_gpt_refuses_tokens_it_cannot_read(tokens, error, message):
     with pytest.raises(error, match=message):
         tiny_gpt()(tokens)
+
+
+# SmallGPT with checkpointing
+
+
+def gradients_and_kept(model: SmallGPT, inputs: torch.Tensor) -> tuple[dict, int]:
+    torch.manual_seed(3)
+    with measure_memory(model, inputs) as meter:
+        loss = model(inputs).square().sum()
+        kept = meter.timeline.live_bytes[-1]  # between forward and backward
+        loss.backward()
+    return copy_gradients(model), kept
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointed_blocks_give_the_same_gradient_and_keep_less(dropout):
+    """With dropout too: the masks of the second forward pass must be those of the first."""
+    inputs = inputs_for(tiny_gpt, 4)
+    plain, saving = (tiny_gpt(dropout=dropout, dtype=torch.float64, checkpoint_blocks=on) for on in (False, True))
+    reference, plain_kept = gradients_and_kept(plain, inputs)
+    found, saving_kept = gradients_and_kept(saving, inputs)
+    assert compare_gradients(reference, found).agree(rtol=1e-12)
+    per_block = 4 * 8 * 16 * 8  # the input of a block: 4 sequences of 8 tokens, width 16, float64
+    assert saving_kept < plain_kept - 2 * 10 * per_block
+
+
+def test_checkpointing_can_be_switched_on_and_off():
+    model, inputs = tiny_gpt(), inputs_for(tiny_gpt, 4)
+    assert model.checkpoint_blocks is False
+    calls = []
+    model.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(inputs).sum().backward()
+    once = len(calls)
+    model.checkpoint_blocks = True
+    model(inputs).sum().backward()
+    assert (once, len(calls)) == (1, 3)
+
+
+def test_features_are_what_the_head_turns_into_scores():
+    for on in (False, True):
+        model, inputs = tiny_gpt(checkpoint_blocks=on), inputs_for(tiny_gpt, 3)
+        assert model.features(inputs).shape == (3, 8, 16)
+        assert torch.equal(model.head(model.features(inputs)), model(inputs))
+
+
+def test_checkpointing_changes_no_parameter_name():
+    assert list(tiny_gpt().state_dict()) == list(tiny_gpt(checkpoint_blocks=True).state_dict())

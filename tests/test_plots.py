@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -42,10 +43,13 @@ def every_plot():
     return {
         "timeline": plots.plot_memory_timeline(timeline(), title="Peak", budget_bytes=4 * MIB),
         "bars": plots.plot_peak_bars({"64": {"parameters": MIB, "activations": 4 * MIB}}, title="Peak"),
+        "trade": plots.plot_peak_and_time({"plain": (4 * MIB, 1.0), "cut": (2 * MIB, 1.5)}, title="Bytes for time"),
+        "sizes": plots.plot_peak_by_size({1: MIB, 4: 4 * MIB}, title="Four fit", budget_bytes=5 * MIB),
         "loss": plots.plot_loss_curves({"full": [2.0, 1.0], "4 x 16": [2.0, 1.0]}, title="One"),
         "difference": plots.plot_difference({"SGD": [1e-16, 1e-15]}, title="Rounding", tolerance=1e-6),
         "lines": plots.plot_lines([1, 2], {"a": [1, 2]}, title="Grows", x_label="batch [samples]", y_label="bytes"),
         "groups": plots.plot_group_sizes({"flushed": [2, 2, 1]}, title="The tail"),
+        "parts": plots.plot_update_parts([4.0, -2.0], {"step": 1.0}, title="Clipped", threshold=1.0),
         "blocks": plots.plot_micro_batches(16, 4, title="4 passes"),
         "gradient": plots.plot_gradient(torch.tensor([[1.0, -2.0]]), title="Gradient"),
     }
@@ -64,6 +68,26 @@ def test_every_plot_is_a_white_card_with_a_title_at_the_left_and_deterministic(n
         assert not {"Software", "date", "Creation Time"} & set(image.info)
         assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
         assert len(image.convert("L").getcolors()) > 2
+
+
+def test_peaks_by_size_mark_what_fits_what_does_not_the_whole_and_the_choice():
+    peaks = {64: 20 * MIB, 1: 4 * MIB, 10: 13 * MIB, 11: 14 * MIB}
+    axes = plots.plot_peak_by_size(peaks, title="Ten fit", budget_bytes=13 * MIB, whole=64, chosen=10)
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert lines["fits"].get_xydata().tolist() == [[1, 4], [10, 13]]
+    assert lines["does not fit"].get_xydata().tolist() == [[11, 14]]
+    assert lines["all 64 in one pass, does not fit"].get_xydata().tolist() == [[64, 20]]
+    assert lines["chosen: 10"].get_xydata().tolist() == [[10, 13]]
+    assert axes.get_lines()[0].get_xydata().tolist() == [[1, 4], [10, 13], [11, 14]]  # in order, without the whole
+    assert "budget 13 MiB" in legend(axes)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("micro-batch size [samples]", "peak [MiB]")
+    assert len({lines[label].get_marker() for label in ("fits", "does not fit")}) == 2  # not by colour alone
+
+
+def test_peaks_by_size_without_a_budget_all_fit():
+    axes = plots.plot_peak_by_size({1: MIB, 2: 2 * MIB}, title="Grows", whole=2)
+    assert [text for text in legend(axes) if "fit" in text] == ["fits"]
+    assert "all 2 in one pass" in legend(axes)
 
 
 @pytest.mark.parametrize("name", sorted(set(every_plot()) - {"gradient"}))
@@ -271,3 +295,39 @@ def test_plots_need_neither_pyplot_nor_torch():
     code = "import sys, course_lib.plots; print({'matplotlib.pyplot', 'torch', 'ipywidgets'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+def test_update_parts_show_each_gradient_what_was_made_of_it_and_the_threshold():
+    axes = plots.plot_update_parts([4.0, -2.0], {"step": 0.5, "right": 1.0}, title="Half a step", threshold=1.5)
+    bars = axes.patches
+    assert [bar.get_height() for bar in bars] == [4.0, -2.0, 0.5, 1.0]
+    assert [bool(bar.get_hatch()) for bar in bars] == [False, False, True, True]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "step", "right"]
+    assert [text.get_text() for text in axes.texts] == ["4", "-2", "0.5", "1"]
+    assert [line.get_ydata()[0] for line in axes.get_lines()] == [0, 1.5, -1.5]
+    assert axes.get_legend().get_texts()[0].get_text() == "largest norm"
+
+
+def test_update_parts_show_an_infinite_gradient_up_to_the_edge():
+    axes = plots.plot_update_parts([4.0, math.inf, -math.inf], {"step": 0.0}, title="No step")
+    top = axes.get_ylim()[1]
+    assert [bar.get_height() for bar in axes.patches] == [4.0, top, -top, 0.0]
+    assert [text.get_text() for text in axes.texts] == ["4", "infinite", "-infinite", "0"]
+    assert axes.get_legend() is None
+    assert plots.plot_update_parts([1.0, 2.0], {"mean": 1.5}, title="Above zero").get_ylim()[0] == 0
+
+
+def test_peak_and_time_are_points_with_letters_in_times_of_the_first():
+    points = {"plain": (8 * MIB, 0.5), "4 x 16": (4 * MIB, 0.25), "+ autocast": (3 * MIB, 1.0)}
+    stack = ["4 x 16", "+ autocast"]
+    axes = plots.plot_peak_and_time(points, title="Bytes for time", budget_bytes=5 * MIB, stack=stack)
+    joined, *drawn, budget = axes.get_lines()
+    assert [line.get_xydata().tolist() for line in drawn] == [[[8.0, 1.0]], [[4.0, 0.5]], [[3.0, 2.0]]]
+    assert joined.get_xydata().tolist() == [[4.0, 0.5], [3.0, 2.0]]
+    assert budget.get_xdata() == [5.0, 5.0]
+    assert texts(axes) == ["A", "B", "C"]
+    assert legend(axes) == ["A  plain", "B  4 x 16", "C  + autocast", "budget 5 MiB"]
+    assert [line.get_marker() for line in drawn] == ["o", "D", "D"]
+    assert axes.get_xlabel() == "bytes alive at the peak [MiB]"
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+    assert axes.get_xlim()[1] > 8

@@ -22,9 +22,9 @@ TORCH = "2.13.0"
 # The modules of design.md, planned ones too. A module imports only from tiers below its own.
 TIERS = [
     {"batches"},
-    {"losses", "models", "datasets"},
-    {"accumulation", "gradients", "memory"},
-    {"training", "planning", "audit", "distributed"},
+    {"losses", "models", "datasets", "replay"},
+    {"accumulation", "gradients", "memory", "interactions", "architectures"},
+    {"training", "planning", "audit", "contract", "savers", "trials", "distributed"},
     {"plots"},
     {"predictions", "explorers", "exercises", "interview"},
 ]

@@ -39,7 +39,9 @@ def losses(optimizer: str, lr: float, steps: int, division: str, max_norm: float
     own = OPTIMIZERS[optimizer](model.parameters(), lr=lr)
     divisor = steps ** DIVISIONS.index(division)
     digits, history = load_digits(), []
-    for batch in shuffled_batches((digits.inputs, digits.targets), BATCH_SIZE, seed=0, num_batches=UPDATES, drop_tail=True):
+    for batch in shuffled_batches(
+        (digits.inputs, digits.targets), BATCH_SIZE, seed=0, num_batches=UPDATES, drop_tail=True
+    ):
         total = 0.0
         for inputs, targets in split_batch(batch, BATCH_SIZE // steps):
             loss = functional.cross_entropy(model(inputs), targets)

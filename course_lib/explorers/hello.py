@@ -61,7 +61,7 @@ class HelloPanel(Panel):
         self._axes.clear()
         plot_micro_batches(split.micro_batch_size, split.accumulation_steps, self._axes, title=split.title)
         self.say(f"<b>{split.sentence}</b>")
-        self.live.draw()
+        self.live.draw(words=f"{split.sentence}.")
 
 
 def hello_panel() -> HelloPanel:

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -85,17 +85,46 @@ class Loop:
         right = Loop(self.micro_batch_size, self.accumulation_steps).lines
         return tuple(number for number, line in enumerate(self.lines, start=1) if line not in right)
 
+    @cached_property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """The way through both updates: (update, micro_batch, line) after each line, at first (1, 0, 0)."""
+        head = next(number for number, line in enumerate(self.lines, start=1) if line.startswith("for"))
+        body = [number for number, line in enumerate(self.lines, start=1) if line.startswith(" ")]
+        places = [(1, 0, 0)]
+        for update in range(1, NUM_UPDATES + 1):
+            places += [(update, 0, number) for number in range(1, head)]
+            for micro_batch in range(1, self.accumulation_steps + 1):
+                places += [(update, micro_batch, number) for number in (head, *body)]
+            places += [(update, self.accumulation_steps, number) for number in range(body[-1] + 1, len(self.lines) + 1)]
+        return tuple(places)
+
+    def find(self, place: int, of: "Loop") -> int:
+        """Return the place here that is as far in the same update as that place of another loop."""
+        wanted = of._progress(place)
+        return max(here for here in range(len(self.places)) if self._progress(here) <= wanted)
+
+    def _progress(self, place: int) -> tuple[float, ...]:
+        """Return how far the run has come, in numbers that mean the same in every loop."""
+        update, micro_batch, line = self.places[place]
+        source = self.lines[line - 1].strip() if line else ""
+        order = ("", "for", "optimizer.zero_grad", "loss =", "loss.backward", "optimizer.step")
+        rank = max(rank for rank, start in enumerate(order) if source.startswith(start))
+        if rank == 2 and self.zeroed == "around" and micro_batch:
+            rank = len(order)  # the clearing after the step
+        return update, math.inf if micro_batch == self.accumulation_steps else micro_batch, rank
+
 
 @dataclass(frozen=True, eq=False)
 class Moment:
     """What is there when a line has run; `line` 0 is the moment before the first.
 
-    line: its number in `Loop.lines`, from 1. update, micro_batch: which one it is, from 1; micro_batch 0 before the
+    line: its number in `Loop.lines`, from 1. update, micro_batch: which one it is, from 1; micro_batch is 0 before the
     first of an update. gradient: `.grad` of the hidden unit that is watched, (8, 8), or None. num_digits: how many
-    digits' losses have been added to `.grad` since it was last cleared. scale, cosine: all of `.grad` against the full
-    batch's gradient, nan where there is none. moved: how far the parameters are from where they began (Euclidean).
-    has_moved: whether this line moved them. changes: how often they were moved in this update. loss: of the
-    micro-batch, as the line computed it. live_bytes: bytes alive; events: how many entries of the timeline are past.
+    digits' losses were added to `.grad` since it was last cleared. length, cosine: all of `.grad` against the full
+    batch's gradient, the length in times that one's; nan where there is none. moved: how far the parameters are from
+    where they began (Euclidean). has_moved: whether this line moved them. changes: how often they were moved in this
+    update. loss: of the micro-batch, as the line computed it. live_bytes: bytes alive. events: how many entries of the
+    timeline are past.
     """
 
     line: int
@@ -103,7 +132,7 @@ class Moment:
     micro_batch: int
     gradient: Tensor | None
     num_digits: int
-    scale: float
+    length: float
     cosine: float
     moved: float
     has_moved: bool
@@ -117,11 +146,11 @@ class Moment:
 class Verdict:
     """One whole update against the right one, which begins from the same parameters.
 
-    scale, cosine, relative_error: the gradient after the last backward pass against the full batch's.
+    length, cosine, relative_error: the gradient after the last backward pass against the full batch's.
     changes: how often the parameters moved. distance: how far, in times the one right step.
     """
 
-    scale: float
+    length: float
     cosine: float
     relative_error: float
     changes: int
@@ -136,7 +165,8 @@ class Verdict:
 class Record:
     """What a loop did: its `moments`, the memory `timeline`, a `Verdict` and a `full_batch` gradient an update.
 
-    full_batch: the watched unit's part of the gradient of the whole batch, (8, 8), one for each update.
+    full_batch, accumulated: the watched unit's part, (8, 8), of the whole batch's gradient and of what the loop has in
+    `.grad` after the last backward pass, one for each update.
     """
 
     loop: Loop
@@ -144,6 +174,18 @@ class Record:
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     full_batch: tuple[Tensor, ...]
+    accumulated: tuple[Tensor, ...]
+
+    @cached_property
+    def largest_gradient(self) -> float:
+        """The largest entry, without its sign, of all gradients that are shown."""
+        gradients = [one.gradient for one in self.moments if one.gradient is not None] + list(self.full_batch)
+        return max(gradient.abs().max().item() for gradient in gradients)
+
+    @cached_property
+    def path(self) -> tuple[list[int], list[float]]:
+        """The parameters' way: at which event, and how far from where they began."""
+        return [one.events for one in self.moments], [one.moved for one in self.moments]
 
     def line(self, moment: Moment) -> str:
         """Return the source of the line that has just run, without its indent; empty before the first."""
@@ -177,13 +219,13 @@ class Record:
         if moment.gradient is None:
             return ".grad is None."
         count = f".grad has added up {_digits(moment.num_digits)}"
-        return f"{count}: {_against_full_batch(moment.scale, moment.cosine)}."
+        return f"{count}: {_against_full_batch(moment.length, moment.cosine)}."
 
     def symptoms(self, moment: Moment) -> list[str]:
         """Say what is wrong with the update of this moment, as far as it has run; each symptom with its number."""
         loop, verdict, seen = self.loop, self.verdicts[moment.update - 1], []
         if self._has_run("loss.backward()", loop.accumulation_steps, moment) and verdict.relative_error >= SAME:
-            seen.append(f"The gradient is {_against_full_batch(verdict.scale, verdict.cosine)}.")
+            seen.append(f"The gradient is {_against_full_batch(verdict.length, verdict.cosine)}.")
             if not loop.divided and loop.accumulation_steps > 1:
                 seen.append(
                     f"Each loss was divided by {loop.micro_batch_size}, not by {loop.batch_size}: "
@@ -216,33 +258,18 @@ class Record:
         ran = self.moments[: self.moments.index(moment) + 1]
         return sum(one.update == moment.update and self.line(one) == source for one in ran) == times
 
-    def find(self, moment: Moment, of: "Record") -> int:
-        """Return the place here that corresponds to a moment of another record: as far in the same update."""
-        wanted = of._progress(moment)
-        return max(place for place, one in enumerate(self.moments) if self._progress(one) <= wanted)
-
-    def _progress(self, moment: Moment) -> tuple[float, ...]:
-        """Return how far the run had come, in numbers that mean the same in every loop."""
-        is_last = moment.micro_batch == self.loop.accumulation_steps
-        source = self.line(moment)
-        order = ("", "for", "optimizer.zero_grad", "loss =", "loss.backward", "optimizer.step")
-        rank = max(rank for rank, start in enumerate(order) if source.startswith(start))
-        if rank == 2 and self.loop.zeroed == "around" and moment.micro_batch:
-            rank = len(order)  # the clearing after the step
-        return moment.update, math.inf if is_last else moment.micro_batch, rank
-
 
 def _digits(count: int) -> str:
     return f"{count} digit{'' if count == 1 else 's'}"
 
 
-def _against_full_batch(scale: float, cosine: float) -> str:
-    if abs(scale - 1) < SAME and cosine > 1 - SAME:
+def _against_full_batch(length: float, cosine: float) -> str:
+    if abs(length - 1) < SAME and cosine > 1 - SAME:
         return "equal to the full batch's, to rounding"
     if cosine > 1 - SAME:
-        return f"{scale:.2f} times the full batch's"
+        return f"{length:.2f} times the full batch's"
     where = "nearly the same way" if cosine > 0.98 else "elsewhere"
-    return f"{scale:.2f} times as long as the full batch's, and it points {where} (cosine {cosine:.3f})"
+    return f"{length:.2f} times as long as the full batch's, and it points {where} (cosine {cosine:.3f})"
 
 
 @lru_cache(maxsize=64)
@@ -253,13 +280,13 @@ def record(loop: Loop) -> Record:
     """
     with _recording:
         batches = _batches(loop.batch_size)
-        seen, verdicts, full_batch = _watch_values(loop, batches)
+        seen, verdicts, full_batch, accumulated = _watch_values(loop, batches)
         timeline, marks = _count_bytes(loop, batches)
     moments = tuple(
         Moment(**one, live_bytes=timeline.live_bytes[events], events=events)
         for one, events in zip(seen, marks, strict=True)
     )
-    return Record(loop, moments, timeline, verdicts, full_batch)
+    return Record(loop, moments, timeline, verdicts, full_batch, accumulated)
 
 
 @cache
@@ -315,13 +342,13 @@ def _names(model: nn.Module) -> dict:
     return {"model": model, "optimizer": optimizer, "split_batch": split_batch, "loss_sum": cross_entropy_sum}
 
 
-def _watch_values(loop: Loop, batches: list) -> tuple[list[dict], tuple[Verdict, ...], tuple[Tensor, ...]]:
-    """Run the loop and keep after each line what has become of gradients and parameters."""
+def _watch_values(loop: Loop, batches: list) -> tuple[list[dict], tuple, tuple, tuple]:
+    """Run the loop and keep after each line what has become of gradients and parameters; return parts of a `Record`."""
     model = copy.deepcopy(_fresh_model())
     names, unit = _names(model), _watched_unit()
     watched = model[1].weight
     start = _flat(model)
-    seen, verdicts, full_batches = [], [], []
+    seen, verdicts, full_batches, sums = [], [], [], []
     state = {"num_digits": 0, "loss": math.nan, "micro_batch": 0, "changes": 0}
     before = start
 
@@ -338,7 +365,7 @@ def _watch_values(loop: Loop, batches: list) -> tuple[list[dict], tuple[Verdict,
                 "line": line,
                 "update": update,
                 "gradient": watched.grad[unit].reshape(8, 8).clone() if has_gradient else None,
-                "scale": compared.scale if compared else math.nan,
+                "length": _norm(copy_gradients(model)) / _norm(full) if compared else math.nan,
                 "cosine": compared.cosine if compared else math.nan,
                 "moved": (now - start).norm().item(),
                 "has_moved": has_moved,
@@ -366,18 +393,19 @@ def _watch_values(loop: Loop, batches: list) -> tuple[list[dict], tuple[Verdict,
             elif source.startswith("optimizer.zero_grad"):
                 state["num_digits"] = 0
             look(line, update)
+        sums.append(accumulated["1.weight"][unit].reshape(8, 8))
         compared = compare_gradients(full, accumulated)
-        right_step = LEARNING_RATE * torch.cat([gradient.flatten() for gradient in full.values()]).norm().item()
+        right_step = LEARNING_RATE * _norm(full)
         verdicts.append(
             Verdict(
-                scale=compared.scale,
+                length=_norm(accumulated) / _norm(full),
                 cosine=compared.cosine,
                 relative_error=compared.relative_error,
                 changes=state["changes"],
                 distance=(_flat(model) - update_start).norm().item() / right_step,
             )
         )
-    return seen, tuple(verdicts), tuple(full_batches)
+    return seen, tuple(verdicts), tuple(full_batches), tuple(sums)
 
 
 def _count_bytes(loop: Loop, batches: list) -> tuple[Timeline, list[int]]:
@@ -390,6 +418,10 @@ def _count_bytes(loop: Loop, batches: list) -> tuple[Timeline, list[int]]:
             for line in _lines_run(loop, names):
                 meter.mark(str(line))
     return meter.timeline, [event for event, _ in meter.timeline.marks]
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return math.hypot(*(gradient.norm().item() for gradient in gradients.values()))
 
 
 def _flat(model: nn.Module) -> Tensor:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import ipywidgets
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -21,7 +22,17 @@ from course_lib.explorers.panel import (
     side_by_side,
     switch,
 )
-from course_lib.plots import Picture, new_axes, plot_bytes_so_far, plot_gradient_beside, plot_steps_so_far
+from course_lib.memory import format_bytes
+from course_lib.plots import (
+    Picture,
+    new_axes,
+    plot_bytes_frame,
+    plot_bytes_so_far,
+    plot_gradient_frame,
+    plot_gradient_now,
+    plot_steps_frame,
+    plot_steps_so_far,
+)
 
 SECONDS_A_LINE = 0.5
 GLANCE_SECONDS = 0.02  # between two looks at Stop
@@ -40,20 +51,22 @@ LIT_STYLE = (
 class Microscope(Panel):
     """Step, Back, Play and Reset through two updates of the loop, with switches that break it.
 
-    `position` counts the lines that have run. A changed setting stays at the same place of the update.
+    `lines_run` counts the lines that have run. A changed setting stays at the same place of the update.
     """
 
     def __init__(self) -> None:
         text = (
             "A panel that runs the accumulation loop line by line, with the buttons Back, Step, Play and Reset: "
-            "run the cell to use it. At first nothing has run: 4 micro-batches of 16 digits wait, and .grad is None."
+            "run the cell to use it. The picture shows it when the first update has stepped: .grad is the full "
+            "batch's, the bytes have gone up and down four times, and the parameters have moved once."
         )
         super().__init__(text=text, lines=9)
-        start = Loop()
+        self._loop = start = Loop()
         size_row, self.micro_batch_size = labelled_slider(
             "micro-batch size", start.micro_batch_size, LARGEST_MICRO_BATCH
         )
         steps_row, self.accumulation_steps = labelled_slider("accumulation steps", start.accumulation_steps, MOST_STEPS)
+        lines_row, self.lines_run = labelled_slider("lines run", 0, len(start.places) - 1, smallest=0)
         self.no_division = switch("no division by the steps")
         self.zero_inside = switch("zero_grad inside the loop")
         self.no_zero = switch("no zero_grad at all")
@@ -67,29 +80,41 @@ class Microscope(Panel):
         self.reset = button("Reset", self._reset, tooltip="Reset: back to the beginning")
         self.playing = BackgroundRun("lines")
         self.runs.append(self.playing)
+        self._player: int | None = None  # the thread that plays
+        self._moving = threading.RLock()  # Play moves `lines_run` too
         self.code = ipywidgets.HTML(layout={"width": COLUMN_WIDTH, "max_width": "100%", "margin": "2px"})
         self.answer.layout.max_width = COLUMN_WIDTH
-        self.position = 0
-        self._record = record(start)
-        self._place = threading.RLock()  # of position and record: buttons, Play and drawing each have a thread
-        figure, _ = new_axes(width=3.9, height=4.6)
-        self._axes = _arrange(figure)
+        figure, _ = new_axes(width=3.9, height=4.8)
+        self._axes = arrange_axes(figure)
+        self._framed: tuple[Loop, int] | None = None  # what the frame of the picture was drawn for
+        self._artists: list[Artist] = []
         self.live = LivePicture(figure)
         self.image = self.live.image
         # Beside the code where there is room, else below it, and never wider than the page.
         self.image.layout.width, self.image.layout.max_width = self.image.layout.max_width, "100%"
-        # Observed first: before anything is drawn, the other switch goes off and what plays stops.
+        # Observed before anything is drawn: the other switch goes off, what plays stops, the place is kept.
         for one, other in ((self.zero_inside, self.no_zero), (self.no_zero, self.zero_inside)):
             one.observe(partial(self._exclude, other), names="value")
-        controls = (self.micro_batch_size, self.accumulation_steps, *switches)
-        for control in controls:
-            control.observe(self._stop, names="value")
+        settings = (self.micro_batch_size, self.accumulation_steps, *switches)
+        for control in settings:
+            control.observe(self._keep_place, names="value")
+        self.lines_run.observe(self._stop_unless_played, names="value")
         buttons = side_by_side(self.back, self.step, self.play, self.reset)
         column = ipywidgets.VBox([self.code, buttons, self.playing.row, self.answer])
+        beside = side_by_side(column, self.image)
+        beside.layout.align_items = "flex-start"
         self.arrange(
-            [size_row, steps_row, side_by_side(*switches), side_by_side(column, self.image)], controls=controls
+            [size_row, steps_row, side_by_side(*switches), lines_row, beside], controls=(*settings, self.lines_run)
         )
-        self.keep(Picture(figure, alt=text))
+        self._keep_a_step(Picture(figure, alt=text))
+
+    def _keep_a_step(self, picture: Picture) -> None:
+        """Leave a picture of the first step for readers without a kernel; the live one begins at the beginning."""
+        seen = record(self._loop)
+        draw_frame(self._axes, seen, update=1)
+        draw_moment(self._axes, seen, next(place for place, one in enumerate(seen.moments) if one.has_moved))
+        self.keep(picture)
+        self._framed = None
 
     @property
     def loop(self) -> Loop:
@@ -104,89 +129,107 @@ class Microscope(Panel):
 
     @property
     def moment(self) -> Moment:
-        """What is shown: the moment after the line that is lit up."""
-        with self._place:
-            return self._record.moments[self.position]
+        """What the controls ask for: the moment after the line that is to be lit up."""
+        moments = record(self.loop).moments
+        return moments[min(self.lines_run.value, len(moments) - 1)]
 
     def draw(self) -> None:
-        seen = record(self.loop)
-        with self._place:
-            if seen is not self._record:
-                self.position, self._record = seen.find(self.moment, self._record), seen
-            moment, position = self.moment, self.position
+        seen, moment = record(self.loop), self.moment
         self.code.value = code_html(seen, moment)
         self.say(words_html(seen, moment))
-        self._draw_pictures(seen, moment, position)
-        self.live.draw()
+        self._draw_picture(seen, moment)
 
-    def _draw_pictures(self, seen: Record, moment: Moment, position: int) -> None:
-        for axes in self._axes:
-            axes.clear()
-        now, full, alive, moved = self._axes
-        gradients = [one.gradient for one in seen.moments if one.gradient is not None] + list(seen.full_batch)
-        plot_gradient_beside(
-            moment.gradient,
-            seen.full_batch[moment.update - 1],
-            (now, full),
-            title="the gradient of one hidden unit, by pixel",
-            limit=max(gradient.abs().max().item() for gradient in gradients),
-        )
-        second = next(one.events for one, after in pairwise(seen.moments) if one.update < after.update)
-        plot_bytes_so_far(
-            seen.timeline, moment.events, alive, title="bytes alive", starts={"update 1": 0, "update 2": second}
-        )
-        plot_steps_so_far(
-            [one.events for one in seen.moments],
-            [one.moved for one in seen.moments],
-            position,
-            moved,
-            title="how far the parameters have moved",
-            y_label="distance",
-        )
+    def _draw_picture(self, seen: Record, moment: Moment) -> None:
+        """Draw what moves over its frame; the frame only if it is another one."""
+        wanted, framed = (seen.loop, moment.update), self._framed
+        self._framed = None  # until all is drawn: after an error it is drawn anew
+        if wanted == framed:
+            for artist in self._artists:
+                artist.remove()
+        else:
+            draw_frame(self._axes, seen, moment.update)
+            self.live.forget()
+        self._artists = draw_moment(self._axes, seen, seen.moments.index(moment))
+        self.live.draw(*self._artists, words=f"{seen.compared(moment)} {format_bytes(moment.live_bytes)} are alive.")
+        self._framed = wanted
 
     def _exclude(self, other: ipywidgets.Checkbox, change: dict) -> None:
         if change["new"]:
             other.value = False
 
-    def _stop(self, change: object = None) -> None:
+    def _keep_place(self, change: object = None) -> None:
+        """Let `lines_run` stand at the same place of the loop as it now is."""
         self.playing.stop()
+        with self._moving:
+            before, self._loop = self._loop, self.loop
+            place, last = self._loop.find(self.lines_run.value, before), len(self._loop.places) - 1
+            self.lines_run.max = max(last, self.lines_run.max)
+            self.lines_run.value = place
+            self.lines_run.max = last
+
+    def _stop_unless_played(self, change: object = None) -> None:
+        if threading.get_ident() != self._player:
+            self.playing.stop()
 
     def _go(self, lines: int, pressed: object = None) -> None:
-        self._stop()
-        self._move(lines)
+        self.playing.stop()
+        with self._moving:
+            self.lines_run.value += lines  # the slider stops at its ends
 
     def _reset(self, pressed: object = None) -> None:
-        self._stop()
-        self._move(-self.position)
-
-    def _move(self, lines: int) -> None:
-        with self._place:
-            self.position = min(max(self.position + lines, 0), len(self._record.moments) - 1)
-        self.refresh()
+        self.playing.stop()
+        self.lines_run.value = 0
 
     def _play(self, pressed: object = None) -> None:
         """Run line after line on a thread of its own, from the beginning if all have run."""
-        self._stop()
-        if self.position == len(self._record.moments) - 1:
-            self._move(-self.position)
+        self.playing.stop()
+        if self.lines_run.value == self.lines_run.max:
+            self.lines_run.value = 0
         self.playing.start(self._play_on, then="both updates have run")
 
     def _play_on(self, run: Run) -> None:
-        total = len(self._record.moments) - 1
-        while self.position < total:
-            run.show(lambda: self._move(1))
-            run.report(self.position, total)
+        self._player = threading.get_ident()
+        while self.lines_run.value < self.lines_run.max:
+            run.show(self._play_one)
+            run.report(self.lines_run.value, self.lines_run.max)
             deadline = time.monotonic() + SECONDS_A_LINE
             while time.monotonic() < deadline:
                 run.check()
                 time.sleep(GLANCE_SECONDS)
 
+    def _play_one(self) -> None:
+        with self._moving:
+            self.lines_run.value += 1
 
-def _arrange(figure: Figure) -> list[Axes]:
+
+def arrange_axes(figure: Figure) -> list[Axes]:
     """Lay out two images over two traces."""
     figure.clear()
-    images, alive, moved = figure.add_gridspec(3, 1, height_ratios=[2.1, 2.0, 1.0])
+    images, alive, moved = figure.add_gridspec(3, 1, height_ratios=[2.3, 2.0, 0.9])
     return [figure.add_subplot(place) for place in (*images.subgridspec(1, 2), alive, moved)]
+
+
+def draw_frame(four: list[Axes], seen: Record, update: int) -> None:
+    """Draw what stays while one update of a loop is gone through into the axes of `arrange_axes`."""
+    for axes in four:
+        axes.clear()
+    now, full, alive, moved = four
+    full_batch = seen.full_batch[update - 1]
+    plot_gradient_frame(full_batch, (now, full), title="gradient of one hidden unit", limit=seen.largest_gradient)
+    second = next(one.events for one, after in pairwise(seen.moments) if one.update < after.update)
+    plot_bytes_frame(seen.timeline, alive, title="bytes alive", starts={"update 1": 0, "update 2": second})
+    plot_steps_frame(*seen.path, moved, title="parameters: distance moved", y_label="distance")
+
+
+def draw_moment(four: list[Axes], seen: Record, position: int) -> list[Artist]:
+    """Draw what is there after `position` lines into the frame and return the artists."""
+    now, _, alive, moved = four
+    moment = seen.moments[position]
+    return [
+        *plot_gradient_now(moment.gradient, now, limit=seen.largest_gradient),
+        *plot_bytes_so_far(seen.timeline, moment.events, alive),
+        *plot_steps_so_far(*seen.path, position, moved),
+    ]
 
 
 def words_html(seen: Record, moment: Moment) -> str:
@@ -200,7 +243,7 @@ def words_html(seen: Record, moment: Moment) -> str:
 
 
 def code_html(seen: Record, moment: Moment) -> str:
-    """Return the loop as HTML: an arrow, a frame and bold type on the line that has just run, a cross on broken ones."""
+    """Return the loop as HTML: the line that has just run has an arrow, a frame and bold type."""
     rows = []
     for number, line in enumerate(seen.loop.lines, start=1):
         is_lit = number == moment.line

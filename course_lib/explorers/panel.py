@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ipywidgets
+from ipywidgets.widgets.widget_media import Unicode
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -28,6 +29,15 @@ from course_lib.plots import DPI, Picture
 LABEL_WIDTH = "11em"
 IDLE_SECONDS = 5.0  # how long a drawing thread waits for more before it ends
 REPORT_SECONDS = 0.1  # between two looks of a progress bar
+
+
+class NamedImage(ipywidgets.Image):
+    """An image whose `tooltip` is its name for a screen reader.
+
+    The view of a widget with a tooltip reads its description, and breaks at an image, which has none in ipywidgets 8.1.
+    """
+
+    description = Unicode("").tag(sync=True)
 
 
 class LivePicture:
@@ -48,7 +58,7 @@ class LivePicture:
         figure.set_dpi(2 * DPI)  # twice the page's resolution, as in `Picture`
         self._canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
         width, height = (round(DPI * inches) for inches in figure.get_size_inches())
-        self.image = ipywidgets.Image(
+        self.image = NamedImage(
             format="png",
             layout={
                 "width": "100%",
@@ -59,8 +69,14 @@ class LivePicture:
             },
         )
 
-    def draw(self, *moving: Artist) -> None:
-        """Draw the figure and put it into the image.
+    def draw(self, *moving: Artist, words: str | None = None) -> None:
+        """Draw the figure and put it into the image, which `words` say to a screen reader; see `render`."""
+        self.image.value = self.render(*moving)
+        if words is not None:
+            self.image.tooltip = words
+
+    def render(self, *moving: Artist) -> bytes:
+        """Draw the figure and return it as a PNG, which belongs into `image.value`.
 
         With `moving` artists only these are drawn, over a background that was kept from their first drawing: for a
         picture in which a line moves and nothing else. `forget()` drops that background. Call it from one thread at a
@@ -75,7 +91,7 @@ class LivePicture:
             self._draw_all()
             self._background = self._canvas.copy_from_bbox(self.figure.bbox) if moving else None
             self._draw_over(moving)
-        self.image.value = self._png()
+        return self._png()
 
     def forget(self) -> None:
         """Let the next drawing draw all of the figure, because something in its background has changed."""
@@ -89,8 +105,10 @@ class LivePicture:
         self._canvas.draw()
 
     def _draw_over(self, artists: Sequence[Artist]) -> None:
+        # Not `draw_artist`: `Picture.png` gives the figure another canvas, and that would be drawn into.
+        renderer = self._canvas.get_renderer()
         for artist in artists:
-            (artist.axes or self.figure).draw_artist(artist)
+            artist.draw(renderer)
 
     def _png(self) -> bytes:
         size, drawn = self._canvas.get_width_height(), io.BytesIO()
@@ -145,7 +163,7 @@ class Panel(ipywidgets.VBox):
 
     def say(self, sentence: str) -> None:
         """Put a sentence (HTML) into the words line, which a screen reader reads when it changes."""
-        self.answer.value = _spoken(sentence)
+        self.answer.value = spoken_line(sentence)
 
     def refresh(self, change: object = None) -> None:
         """Ask for a drawing of what the controls say when it begins; several requests make one drawing."""
@@ -265,6 +283,11 @@ class Run:
         if self._stop.is_set():
             raise RunStopped
 
+    def pause(self, seconds: float) -> None:
+        """Wait, and `check()`: a work that begins so lets a hand that is still moving go on."""
+        self._stop.wait(seconds)
+        self.check()
+
     def report(self, done: int, total: int) -> None:
         """Move the progress bar to `done` of `total`, and `check()`."""
         self.check()
@@ -299,6 +322,7 @@ class BackgroundRun:
         self.bar = ipywidgets.IntProgress(0, min=0, max=1, layout={"width": "12em"})
         self.stop_button = button("Stop", self.stop, tooltip="Stop what is running", disabled=True)
         self.status = words()
+        self.status.layout.width = "17em"  # whatever it says, the row breaks at the same place
         self.row = ipywidgets.HBox(
             [self.stop_button, self.bar, self.status], layout={"flex_flow": "row wrap", "align_items": "center"}
         )
@@ -323,7 +347,7 @@ class BackgroundRun:
             self.error = None
             self.bar.value, self.bar.max, self.bar.bar_style = 0, 1, ""
             self.stop_button.disabled = False
-            self.status.value = _spoken("starting")
+            self.status.value = spoken_line("starting")
             self._thread = threading.Thread(
                 target=self._work, args=(run, work, then, before), name="panel-run", daemon=True
             )
@@ -338,7 +362,7 @@ class BackgroundRun:
                 return
             self._cancel()
             done = f"stopped after {run.done} of {run.total} {self.noun}" if run.total else "stopped"
-            self.status.value = _spoken(done)
+            self.status.value = spoken_line(done)
             self.bar.bar_style = "warning"
 
     def wait(self, timeout: float = 60.0) -> None:
@@ -387,7 +411,7 @@ class BackgroundRun:
             if run is not self._run:
                 return
             self._run, self.error = None, error
-            self.status.value = _spoken(sentence)
+            self.status.value = spoken_line(sentence)
             self.bar.bar_style = style
             self.stop_button.disabled = True
 
@@ -417,11 +441,11 @@ def explain(error: Exception) -> str:
 def words(sentence: str = "", *, lines: int = 1) -> ipywidgets.HTML:
     """Return a line of words that keeps room for `lines` lines, so that nothing below it moves."""
     return ipywidgets.HTML(
-        _spoken(sentence) if sentence else "", layout={"min_height": f"{1.8 * lines:.1f}em", "max_width": "820px"}
+        spoken_line(sentence) if sentence else "", layout={"min_height": f"{1.8 * lines:.1f}em", "max_width": "820px"}
     )
 
 
-def _spoken(sentence: str) -> str:
+def spoken_line(sentence: str) -> str:
     """Mark HTML as something that a screen reader reads when it changes."""
     return f'<div role="status" aria-live="polite" style="line-height:1.5">{sentence}</div>'
 
@@ -488,7 +512,11 @@ def side_by_side(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
 
 
 def _field(label: str) -> dict[str, Any]:
-    return {"description": label, "style": {"description_width": LABEL_WIDTH}, "layout": {"width": "19em"}}
+    return {
+        "description": label,
+        "style": {"description_width": LABEL_WIDTH},
+        "layout": {"width": "19em", "max_width": "100%"},
+    }
 
 
 def _slider() -> dict[str, Any]:

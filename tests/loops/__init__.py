@@ -1,0 +1,1 @@
+"""Right and wrong loops for the tests of the audit."""
