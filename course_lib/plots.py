@@ -768,28 +768,28 @@ def plot_gradient_frame(full_batch: object, axes: Sequence[Axes], *, title: str,
     Both show 8 x 8 entries on one fixed scale from -`limit` to `limit`: blue below zero, white at zero, red above, with
     a minus sign on negative entries.
     """
-    for one, label in zip(axes, (".grad now", "the full batch's"), strict=True):
+    for one in axes:
         one.set_xticks([])
         one.set_yticks([])
         one.spines[:].set_visible(True)
         one.spines[:].set_color(FAINT)
-        one.set_xlabel(label, fontsize=TICK_SIZE, color=INK)
-    plot_gradient_now(None, axes[0], limit=limit, none="")
-    plot_gradient_now(full_batch, axes[1], limit=limit)
+        one.set_xlabel(" ", fontsize=TICK_SIZE)  # keeps the room
+    plot_gradient_now(np.zeros((8, 8)), axes[0], limit=limit, label="")
+    plot_gradient_now(full_batch, axes[1], limit=limit, label="the full batch's")
     _set_title(axes[0], title, room=axes[0].figure.get_figwidth() - 0.5, pad=6)
     return list(axes)
 
 
-def plot_gradient_now(gradient: object | None, axes: Axes, *, limit: float, none: str = "None") -> list[Artist]:
-    """Draw a gradient of 8 x 8 entries into its frame and return the artists; without one the frame says `none`."""
+def plot_gradient_now(gradient: object | None, axes: Axes, *, limit: float, label: str) -> list[Artist]:
+    """Draw a gradient of 8 x 8 entries over its label into its frame, or the word None, and return the artists."""
     image = np.zeros((8, 8)) if gradient is None else _as_image(gradient)
     drawn: list[Artist] = [axes.imshow(image, cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")]
     if gradient is None:
-        drawn.append(axes.text(3.5, 3.5, none, ha="center", va="center", fontsize=LABEL_SIZE, color=INK))
+        drawn.append(axes.text(3.5, 3.5, "None", ha="center", va="center", fontsize=LABEL_SIZE, color=INK))
     else:
         rows, columns = np.nonzero(image < -0.04 * limit)
         drawn.append(axes.scatter(columns, rows, marker="_", s=16, color=INK, linewidths=0.8))
-    return drawn
+    return [*drawn, axes.text(3.5, 7.9, label, ha="center", va="top", fontsize=TICK_SIZE, color=INK)]
 
 
 def plot_bytes_frame(timeline: object, axes: Axes, *, title: str, starts: Mapping[str, int]) -> Axes:

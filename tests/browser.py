@@ -1,7 +1,7 @@
 """A real browser and a real JupyterLab for the browser tests and benchmarks, on this machine alone.
 
-`find_browser` takes what is installed and installs what is not; `jupyter_lab` and `voila` serve a *copy* of a folder
-of notebooks on a free port of 127.0.0.1, with configuration, workspaces and runtime files of their own; `Lab` drives a
+`find_browser` takes what is installed and installs what is not. `jupyter_lab` and `control_room_page` serve a *copy* of
+notebooks on a free port of 127.0.0.1, with configuration, workspaces and runtime files of their own. `Lab` drives a
 notebook with mouse and keyboard. Everything waits for a condition, never for a time, and an answer that does not come
 says what was seen instead.
 """
@@ -41,6 +41,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PAGE = ROOT / "course_lib" / "explorers" / "page"  # a notebook and its template, for Voilà
 TOKEN = "for-the-tests"
 ANSWER_SECONDS = 60  # for an answer of the page or of a kernel; a slow machine gets it, a broken page does not
 RUN_SECONDS = 180  # for all cells of a notebook
@@ -149,11 +150,15 @@ def jupyter_lab(folder: Path, notebooks: Path = NOTEBOOKS) -> Iterator[Server]:
 
 
 @contextmanager
-def voila(folder: Path, notebook: Path) -> Iterator[Server]:
-    """Serve one notebook as a page by Voilà while the block runs, as `make panel` does."""
-    served = _copy(notebook.parent, folder)
-    command = [sys.executable, "-m", "voila", str(served / notebook.name), "--no-browser", "--Voila.ip=127.0.0.1"]
-    with _started(command, "--port={}", folder, served, answers="/voila/static/favicon.ico") as server:
+def control_room_page(folder: Path) -> Iterator[Server]:
+    """Serve the control room alone as a web page while the block runs, by the command of `make panel`."""
+    served = _copy(PAGE, folder)
+    command = [
+        *(sys.executable, "-m", "voila", str(served / "control_room.ipynb"), "--template=course"),
+        *("--Voila.ip=127.0.0.1", "--no-browser"),
+    ]
+    where = {"JUPYTER_PATH": str(served)}  # of the template
+    with _started(command, "--port={}", folder, served, answers="/voila/static/favicon.ico", **where) as server:
         yield server
 
 
@@ -166,14 +171,21 @@ def _is_root() -> bool:
 
 
 @contextmanager
-def _started(command: list[str], port: str, folder: Path, served: Path, *, answers: str) -> Iterator[Server]:
+def _started(
+    command: list[str], port: str, folder: Path, served: Path, *, answers: str, **variables: str
+) -> Iterator[Server]:
     """Start a server on a free port, wait until it answers, and end it and its kernels after the block."""
     with _free_port() as free:
         command, url = [*command, port.format(free)], f"http://127.0.0.1:{free}"
     log = folder / "server.log"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, cwd=served, env=_environment(folder), stdout=output, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=served,
+            env=_environment(folder) | variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             _wait_for(url + answers, process, log)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -32,13 +33,22 @@ RIGHT = {
     if callable(value) and value is not right_updates.Updater and value.__module__ == right_updates.__name__
 }
 # The codes of design.md, which are never renamed, and those for what fits none of them.
-STABLE = """
-not-divided divided-twice mean-of-means tail-misweighted zeroed-inside never-zeroed stepped-inside never-stepped
-stepped-before-backward clipped-inside clipped-before-dividing decayed-inside last-only samples-dropped
-repeated-micro-batch whole-batch-in-memory one-backward graph-kept low-precision-sum wrong-loss-reported
-settings-changed no-gradient tail-dropped tail-leaked wrong-boundary schedule-per-micro-batch
-""".split()
-FURTHER = "ran-too-long exited raised printed-too-much wrong-scale wrong-gradient wrong-parameters".split()
+STABLE = {
+    *("not-divided", "divided-twice", "mean-of-means", "tail-misweighted", "zeroed-inside", "never-zeroed"),
+    *("stepped-inside", "never-stepped", "stepped-before-backward", "clipped-inside", "clipped-before-dividing"),
+    *("decayed-inside", "last-only", "samples-dropped", "repeated-micro-batch", "whole-batch-in-memory"),
+    *("one-backward", "graph-kept", "low-precision-sum", "wrong-loss-reported", "settings-changed", "no-gradient"),
+    *("tail-dropped", "tail-leaked", "wrong-boundary", "schedule-per-micro-batch"),
+}
+FURTHER = {
+    *("ran-too-long", "exited", "raised", "printed-too-much"),
+    *("wrong-scale", "wrong-gradient", "wrong-parameters"),
+}
+
+
+@cache
+def report_of(name):
+    return audit(WRONG[name][0])
 
 
 def assert_named(report, codes):
@@ -79,8 +89,7 @@ def test_there_are_at_least_twelve_right_updates_and_thirty_wrong_ones():
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_update_is_named(name):
-    function, codes = WRONG[name]
-    assert_named(audit(function), codes)
+    assert_named(report_of(name), WRONG[name][1])
 
 
 @pytest.mark.parametrize("name", tokens.WRONG)
@@ -98,7 +107,7 @@ def test_a_wrong_loop_is_named(name):
 def test_every_code_is_the_main_one_of_a_wrong_update_or_loop():
     everything = [*WRONG.values(), *epochs.WRONG.values(), *tokens.WRONG.values()]
     main_codes = {codes[0] for _, codes in everything}
-    assert main_codes | {"ran-too-long"} == set(CODES) == set(STABLE) | set(FURTHER)
+    assert main_codes | {"ran-too-long"} == set(CODES) == STABLE | FURTHER
 
 
 def test_a_dropped_tail_passes_where_it_is_meant():
@@ -128,7 +137,7 @@ def test_sentences_hold_the_numbers():
         ("a_stray_factor", "1.3 times"),
         ("raises", "it raised KeyError in line"),
     ):
-        assert phrase in str(audit(WRONG[name][0])), name
+        assert phrase in str(report_of(name)), name
     assert "fell into groups of 1, 2, 2; they are to be 2, 2, 1" in str(
         audit_loop(epochs.WRONG["steps_on_the_first"][0])
     )
@@ -222,7 +231,7 @@ def faults_of(parts):
     return codes
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(LOOPS_OF_THE_GRAMMAR)
 def test_a_loop_of_the_grammar_passes_exactly_when_every_choice_is_right(parts):
     codes = faults_of(parts)
@@ -234,7 +243,7 @@ def test_a_loop_of_the_grammar_passes_exactly_when_every_choice_is_right(parts):
         assert report.codes[0] in codes, f"{parts}: {codes}\n{report.explain()}"
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.01, 2.0]), min_size=5, max_size=5))
 def test_weights_pass_exactly_when_they_are_those_of_the_mean(weights):
     def update(model, optimizer, micro_batches):
@@ -428,7 +437,7 @@ def test_bad_arguments_are_refused_by_name():
 
 
 def test_a_report_says_what_it_is_judged_by():
-    passed, found = audit(sums), audit(WRONG["never_zeroed_nor_divided"][0])
+    passed, found = audit(sums), report_of("never_zeroed_nor_divided")
     assert passed.passed
     assert str(passed).startswith("Passed: 22 updates, no findings.")
     for report in (passed, found):
@@ -443,7 +452,7 @@ def test_a_report_says_what_it_is_judged_by():
 
 
 def test_a_report_lists_and_explains_its_findings():
-    report = audit(WRONG["never_zeroed_nor_divided"][0])
+    report = report_of("never_zeroed_nor_divided")
     assert report.codes == ("never-zeroed", "not-divided")
     assert str(report).startswith("Not passed: 2 findings.\n  never-zeroed: the gradient of the update before")
     for finding in report.findings:
@@ -520,7 +529,7 @@ def test_a_file_is_loaded_with_its_folder_and_named_in_its_errors(tmp_path):
     before = list(sys.path), list(sys.argv)
     try:
         assert load(str(path), "Trainer")() == 7
-        for name, message in (("nothing", "has no nothing"), ("number", "number in .* can't be called; it is 3")):
+        for name, message in (("nothing", "has no nothing"), ("number", "number in .* can't be called; it is a int")):
             with pytest.raises(NotThere, match=message):
                 load(str(path), name)
     finally:

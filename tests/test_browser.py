@@ -8,12 +8,13 @@ import re
 
 import pytest
 
-from tests.browser import ARGUMENTS, Lab, PanelView, find_browser, jupyter_lab, wait
+from tests.browser import ARGUMENTS, Lab, PanelView, Watched, control_room_page, find_browser, jupyter_lab, wait
 
 # A notebook with a live panel is added by a line here.
 WITH_PANEL = [
     "00_start_here",
     "02_accumulate_step_by_step",
+    "05_take_the_controls",
 ]
 START, MICROSCOPE = WITH_PANEL[:2]
 
@@ -318,3 +319,18 @@ def test_the_microscope_plays_and_stops(at_the_beginning):
     panel.locator.get_by_role("button", name="Stop", exact=True).click()
     panel.wait_for_words("stopped after")
     assert not panel.locator.get_by_role("button", name="Stop", exact=True).is_enabled()
+
+
+# ---- the control room as a page of its own ---------------------------------------------------------------------------
+
+
+def test_the_page_of_the_control_room_answers_and_loads_nothing_from_elsewhere(browser, watched, tmp_path):
+    with control_room_page(tmp_path) as server:
+        context = browser.new_context(viewport={"width": 1280, "height": 1000})
+        page = watched(Watched(context.new_page(), server))
+        page.page.goto(server.url, wait_until="commit")
+        page.page.get_by_label("micro-batch size", exact=True).wait_for()
+        assert page.page.locator(".jp-InputArea-editor:visible").count() == 0  # no code on it
+        panel = PanelView(page, 0, page.page.locator(".widget-vbox").first)
+        answers_to_its_first_field(panel)
+        context.close()

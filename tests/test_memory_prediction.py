@@ -301,6 +301,14 @@ def test_many_micro_batches_are_predicted_from_two_to_the_byte():
     assert (report.micro_batch_size, report.accumulation_steps) == (1, 12)
 
 
+def test_what_a_micro_batch_leaves_behind_is_there_in_the_next_one():
+    model, batch, loss_sum, _ = build("weight norm")
+    predictor = MemoryPredictor(model, batch, loss_sum, sgd(model.parameters()))
+    first = predictor.predict(4)
+    assert predictor._fake.graph_keeps_bytes  # the old weight norm keeps its product in an attribute
+    assert predictor.predict(4) == first
+
+
 def test_the_parts_are_what_they_say():
     model = dense_net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -618,14 +626,14 @@ def test_on_cuda_sizes_are_rounded_up_by_arithmetic():
 
 
 def test_on_cuda_adamw_is_foreach_and_dropout_keeps_a_byte():
-    model = dense_net(hidden=(256, 256))
+    model = dense_net(hidden=(128,) * 8)  # foreach holds a copy of all, the loop two of one layer
     optimizer = torch.optim.AdamW(model.parameters())
     cpu, cuda = (
         predict_memory(model, DIGITS, cross_entropy_sum, optimizer, micro_batch_size=4, device=device)
         for device in ("cpu", "cuda")
     )
     parameter_bytes = sum(p.numel() * 4 for p in model.parameters())
-    assert cuda.step_peak_bytes - cuda.resident_bytes > 1.9 * parameter_bytes + 0.05 * parameter_bytes
+    assert cuda.step_peak_bytes - cpu.step_peak_bytes > 0.5 * parameter_bytes
     assert cpu.peak_moment == cuda.peak_moment == "the optimizer's step"
     with _LikeOnCuda():
         dropped = functional.dropout(torch.ones(100, requires_grad=True), 0.5)

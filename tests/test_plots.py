@@ -331,3 +331,68 @@ def test_peak_and_time_are_points_with_letters_in_times_of_the_first():
     assert axes.get_xlabel() == "bytes alive at the peak [MiB]"
     assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
     assert axes.get_xlim()[1] > 8
+
+
+TWO_MICRO_BATCHES = SimpleNamespace(
+    live_bytes=[4096, 8192, 6144, 6144],
+    by_category={
+        "parameters": [4096, 4096, 4096, 4096],
+        "activations": [0, 4096, 0, 0],
+        "gradients": [0, 0, 2048, 2048],
+        "buffers": [0, 0, 0, 0],
+    },
+)
+
+
+def test_bytes_so_far_end_where_asked_in_axes_of_the_whole():
+    seen = {}
+    for until in (1, 3):
+        axes = new_axes()[1]
+        plots.plot_bytes_frame(TWO_MICRO_BATCHES, axes, title="bytes alive", starts={"first": 0, "second": 2})
+        drawn = plots.plot_bytes_so_far(TWO_MICRO_BATCHES, until, axes)
+        line = next(one for one in drawn if getattr(one, "get_drawstyle", lambda: "")() == "steps-post")
+        assert list(line.get_xdata()) == list(range(until + 1))
+        assert list(line.get_ydata()) == [size / 1024 for size in TWO_MICRO_BATCHES.live_bytes[: until + 1]]
+        assert drawn[-1].get_text() == f"{TWO_MICRO_BATCHES.live_bytes[until] / 1024:.0f}"
+        seen[until] = (axes.get_xlim(), axes.get_ylim())
+    assert seen[1] == seen[3]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "gradients", "parameters"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["first", "second"]
+
+
+def test_what_moves_can_be_taken_away_and_leaves_its_frame():
+    figure, axes = new_axes(1, 2)
+    plots.plot_gradient_frame(torch.ones(8, 8), axes, title="a gradient", limit=2.0)
+    before = [len(one.get_children()) for one in axes]
+    for gradient in (None, torch.full((8, 8), -1.0)):
+        drawn = plots.plot_gradient_now(gradient, axes[0], limit=2.0, label="now")
+        assert len(axes[0].get_children()) == before[0] + len(drawn)
+        for artist in drawn:
+            artist.remove()
+    assert [len(one.get_children()) for one in axes] == before
+    assert figure.axes == axes
+
+
+def test_gradient_now_is_on_the_fixed_scale_and_none_is_said():
+    axes = new_axes()[1]
+    image, marks, label = plots.plot_gradient_now(-torch.eye(8), axes, limit=4.0, label="after line 4")
+    assert image.get_clim() == (-4.0, 4.0)
+    assert image.get_array().min() == -1
+    assert len(marks.get_offsets()) == 8
+    assert label.get_text() == "after line 4"
+    none = plots.plot_gradient_now(None, new_axes()[1], limit=4.0, label="before")
+    assert "None" in [one.get_text() for one in none if hasattr(one, "get_text")]
+
+
+def test_steps_so_far_jump_where_the_value_does():
+    events, values = [0, 2, 2, 5], [0.0, 0.0, 1.5, 1.5]
+    limits = set()
+    for until in (1, 2, 3):
+        axes = new_axes()[1]
+        plots.plot_steps_frame(events, values, axes, title="moved", y_label="distance")
+        line, end = plots.plot_steps_so_far(events, values, until, axes)
+        assert list(line.get_ydata()) == values[: until + 1]
+        assert (end.get_xdata()[0], end.get_ydata()[0]) == (events[until], values[until])
+        limits.add((axes.get_xlim(), axes.get_ylim()))
+    assert len(limits) == 1
+    assert axes.get_ylim()[1] > 1.5

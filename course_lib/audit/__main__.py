@@ -18,10 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from course_lib.audit.auditing import CONTRACT as CONTRACT_OF_UPDATES
-from course_lib.audit.loops import CONTRACT as CONTRACT_OF_LOOPS
-from course_lib.audit.problems import task_problem
-from course_lib.audit.report import AuditReport, Finding
+from course_lib.audit.report import LOOP_CONTRACT, MEANT, UPDATE_CONTRACT, AuditReport, Finding
 
 PASSED, FOUND, COULD_NOT_RUN = 0, 1, 2
 START_SECONDS = 120.0  # to start Python and import torch, before the file is looked at
@@ -92,7 +89,7 @@ def inherited_path() -> list[str]:
 
 def wait(child: subprocess.Popen, folder: Path, seconds: float) -> bool:
     """Wait until the child ends; False if it had to be given up."""
-    limits = {"none": START_SECONDS, "started": seconds, "loaded": seconds + GRACE_SECONDS}
+    limits = {"none": START_SECONDS, "started": max(seconds, START_SECONDS), "loaded": seconds + GRACE_SECONDS}
     stage, since = "none", time.monotonic()
     while child.poll() is None:
         now = stage_of(folder)
@@ -123,8 +120,8 @@ def end(child: subprocess.Popen) -> None:
 
 def result(folder: Path, status: int, given: argparse.Namespace, *, in_time: bool) -> AuditReport:
     """Make a report of what the child left behind."""
-    contract = CONTRACT_OF_LOOPS if given.loop else CONTRACT_OF_UPDATES
-    contract, what = contract.format(meant=task_problem(given.task).meant), "epochs" if given.loop else "updates"
+    contract = (LOOP_CONTRACT if given.loop else UPDATE_CONTRACT).format(meant=MEANT[given.task])
+    what = "epochs" if given.loop else "updates"
     stage = stage_of(folder)
     if stage == "done":
         content: dict[str, Any] = json.loads((folder / "done").read_text(encoding="utf-8"))

@@ -11,15 +11,10 @@ from course_lib.accumulation import check_loss, check_model
 from course_lib.audit.judging import judge
 from course_lib.audit.limits import Deadline
 from course_lib.audit.problems import own_problem, task_problem
-from course_lib.audit.report import AuditReport, in_order
+from course_lib.audit.report import UPDATE_CONTRACT, AuditReport, in_order
 from course_lib.audit.sessions import run_sessions
 from course_lib.batches import Batch, count_samples
 from course_lib.losses import Count, LossSum
-
-CONTRACT = (
-    "update(model, optimizer, micro_batches) makes one update from a list of (inputs, targets); {meant}; gradients are "
-    "None before the first call; the mean loss is returned, or None"
-)
 
 
 def audit(
@@ -69,4 +64,4 @@ def audit(
         problem = task_problem(task)
     calls = run_sessions(update, problem, deadline)
     findings = in_order(judge(calls))
-    return AuditReport(findings, CONTRACT.format(meant=problem.meant), len(calls))
+    return AuditReport(findings, UPDATE_CONTRACT.format(meant=problem.meant), len(calls))

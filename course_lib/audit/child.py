@@ -10,10 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from course_lib.audit.auditing import audit
-from course_lib.audit.limits import shown
-from course_lib.audit.loops import audit_loop
-
 
 class NotThere(Exception):
     """The file does not hold what was asked for."""
@@ -29,18 +25,18 @@ def main(order: dict[str, Any]) -> None:
         write(folder, {"error": str(error)})
         return
     except SystemExit as error:
-        write(folder, {"error": f"{order['path']} calls exit ({shown(error.code)}) while it is loaded"})
+        write(folder, {"error": f"{order['path']} calls exit ({error.code!r}) while it is loaded"})
         return
     except BaseException as error:
-        reason = f"{type(error).__name__}: {shown(error, quoted=False)}"
+        reason = f"{type(error).__name__}: {error}"
         write(folder, {"error": f"{order['path']} could not be loaded: {reason}"})
         return
     (folder / "loaded").touch()
     options = {"task": order["task"], "seconds": order["seconds"]}
-    if order["loop"]:
-        report = audit_loop(target, drop_tail=order["drop_tail"], **options)
-    else:
-        report = audit(target, **options)
+    from course_lib.audit import audit, audit_loop  # not before: a file that can't be loaded needs no torch
+
+    further = {"drop_tail": order["drop_tail"]} if order["loop"] else {}
+    report = (audit_loop if order["loop"] else audit)(target, **options, **further)
     findings = [
         {"code": finding.code, "sentence": finding.sentence, "numbers": dict(finding.numbers)}
         for finding in report.findings
@@ -67,7 +63,7 @@ def load(path: str, name: str) -> Any:
     if inspect.isclass(target):
         target = target()
     if not callable(target):
-        raise NotThere(f"{name} in {path} can't be called; it is {shown(target)}")
+        raise NotThere(f"{name} in {path} can't be called; it is a {type(target).__name__}")
     return target
 
 

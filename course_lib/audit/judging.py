@@ -101,8 +101,7 @@ class Seen:
             for place, before, after in self.by_hand()
             if first < place < self.last_backward
             and before.gradient.any()
-            and after.gradient.any()
-            and after.gradient.norm() < before.gradient.norm() * (1 - 1e-9)
+            and is_shorter(before.gradient, after.gradient)
         ]
 
     @cached_property
@@ -183,6 +182,12 @@ class Seen:
             return None
         passes = Counter(row for moment in self.forwards if moment.with_graph for row in set(moment.rows))
         return [max(passes[row] for row in rows) for rows in self.call.rows]
+
+
+def is_shorter(before: Tensor, after: Tensor) -> bool:
+    """True if a gradient was clipped or divided: no entry grew or changed its sign, some shrank, not all to 0."""
+    same_sign = (after * before >= 0).all() and (after.abs() <= before.abs() * (1 + 1e-12)).all()
+    return bool(same_sign) and bool(after.any()) and bool(after.norm() < before.norm() * (1 - 1e-9))
 
 
 def fit_columns(

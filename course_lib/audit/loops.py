@@ -21,15 +21,10 @@ from course_lib.audit.judging import Seen, batches, judge
 from course_lib.audit.limits import Deadline, call_guarded
 from course_lib.audit.problems import Problem, Session, loop_session, rows_of, task_problem
 from course_lib.audit.recording import Moment, Recorder, Surroundings, own_randomness
-from course_lib.audit.report import AuditReport, Finding, in_order
+from course_lib.audit.report import LOOP_CONTRACT, AuditReport, Finding, in_order
 from course_lib.audit.sessions import Call, Reference
 from course_lib.batches import concatenate_batches, group_sizes
 
-CONTRACT = (
-    "train(model, optimizer, loader, accumulation_steps) makes one epoch of updates from a loader of (inputs, targets), "
-    "each from accumulation_steps micro-batches, the last from what is left; {meant}; gradients are None before the "
-    "first epoch, and a second epoch follows; what is returned is not looked at"
-)
 EPOCHS = 2
 # (sizes of the micro-batches, K, scale of the gradient)
 CASES = (
@@ -127,7 +122,7 @@ def audit_loop(
         findings = [finding for finding in findings if finding.code not in ("tail-dropped", "tail-leaked")]
         findings.append(Finding("never-stepped", "optimizer.step was not called in any epoch", {"calls": 0}))
     findings += judge([call for call in calls if not call.leaked])
-    contract = CONTRACT.format(meant=problem.meant)
+    contract = LOOP_CONTRACT.format(meant=problem.meant)
     return AuditReport(in_order(findings), contract, sum(map(len, epochs)), "epochs")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from course_lib.audit.report import MEANT
 from course_lib.batches import Batch, batch_size, count_samples, map_tensors, tensors_of
 from course_lib.losses import (
     IGNORED_LABEL,
@@ -29,16 +30,6 @@ from course_lib.losses import (
 
 NUM_INPUTS, NUM_HIDDEN, NUM_CLASSES = 6, 5, 4
 LENGTH = 6  # tokens of a sequence
-
-SAMPLES = (
-    "inputs is float64; the model returns scores (B, C) for targets (B); the loss meant is the mean cross-entropy over "
-    "all samples of the group"
-)
-TOKENS = (
-    "inputs and targets are (B, T); the model returns scores (B, T, V), targets are -100 where ignored; the loss meant "
-    "is the mean cross-entropy over all other tokens of the group"
-)
-OWN = "the loss meant is the sum of loss_sum over the group, divided by the sum of count"
 
 
 class Probe(nn.Module):
@@ -158,12 +149,12 @@ def token_group(sizes: Sequence[int], seed: int) -> list[Batch]:
 def task_problem(task: str) -> Problem:
     """Return the problem of a task, "samples" or "tokens"."""
     known = {
-        "samples": (cross_entropy_sum, count_samples, sample_group, Probe, SAMPLES),
-        "tokens": (token_cross_entropy_sum, count_tokens, token_group, TokenProbe, TOKENS),
+        "samples": (cross_entropy_sum, count_samples, sample_group, Probe),
+        "tokens": (token_cross_entropy_sum, count_tokens, token_group, TokenProbe),
     }
     if task not in known:
         raise ValueError(f"task must be 'samples' or 'tokens'; got {task!r}")
-    loss_sum, count, draw, model, meant = known[task]
+    loss_sum, count, draw, model = known[task]
     sessions = []
     for number, (name, scale) in enumerate(SCALES):
         # The first session has every layout, so that a group follows each other kind of group; the rest fewer.
@@ -174,7 +165,7 @@ def task_problem(task: str) -> Problem:
     sessions.append(
         Session("Adam", 1.0, model(1.0, seed=7), make_optimizers(1.0)["Adam"], large, seed=7, with_memory=True)
     )
-    return Problem(loss_sum, count, tuple(sessions), meant, tolerance=1e-6)
+    return Problem(loss_sum, count, tuple(sessions), MEANT[task], tolerance=1e-6)
 
 
 def loop_session(task: str, sizes: Sequence[int], scale: float, number: int) -> Session:
@@ -206,7 +197,7 @@ def own_problem(model: nn.Module, micro_batches: Sequence[Batch], loss_sum: Loss
         for number, name in enumerate(("SGD", "AdamW with two parameter groups"))
     ]
     sessions.append(Session("Adam", 1.0, copy.deepcopy(tried), kinds["Adam"], [wide, wide], seed=7, with_memory=True))
-    return Problem(loss_sum, count, tuple(sessions), OWN, tolerance=1e-6 if in_float64 else 1e-3)
+    return Problem(loss_sum, count, tuple(sessions), MEANT["own"], tolerance=1e-6 if in_float64 else 1e-3)
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class Moment:
     with_graph: bool = False
     training: bool = True
     settings: list[dict[str, Any]] = field(default_factory=list)
+    mark: int = 0  # which mark of the meter stands here
 
 
 class Recorder:
@@ -54,6 +55,7 @@ class Recorder:
         self.moments: list[Moment] = []
         self.backward_depth = 0
         self.meter = None
+        self.marks = 0
         self.is_on = False
 
     def __deepcopy__(self, memo: dict) -> Recorder:
@@ -65,6 +67,7 @@ class Recorder:
             return
         if self.meter is not None:
             self.meter.mark(kind)
+            self.marks += 1
         with torch.no_grad(), _disable_current_modes():  # our copies are none of the update's bytes
             self.moments.append(
                 Moment(
@@ -72,6 +75,7 @@ class Recorder:
                     self.gradient(),
                     tuple(parameter.grad is not None for parameter in self.trained),
                     torch.cat([parameter.detach().double().flatten() for parameter in self.trained]),
+                    mark=self.marks - 1,
                     **details,
                 )
             )

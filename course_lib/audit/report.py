@@ -127,6 +127,31 @@ MEANINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 CODES = tuple(MEANINGS)
 
 
+# What an audit judges by, and what is meant by each task; both stand in every report.
+UPDATE_CONTRACT = (
+    "update(model, optimizer, micro_batches) makes one update from a list of (inputs, targets); {meant}; gradients are "
+    "None before the first call; the mean loss is returned, or None"
+)
+LOOP_CONTRACT = (
+    "train(model, optimizer, loader, accumulation_steps) makes one epoch of updates from a loader of (inputs, "
+    "targets), each from accumulation_steps micro-batches, the last from what is left; {meant}; gradients are None "
+    "before the first epoch, and a second epoch follows; what is returned is not looked at"
+)
+MEANT: Mapping[str, str] = MappingProxyType(
+    {
+        "samples": (
+            "inputs is float64; the model returns scores (B, C) for targets (B); the loss meant is the mean "
+            "cross-entropy over all samples of the group"
+        ),
+        "tokens": (
+            "inputs and targets are (B, T); the model returns scores (B, T, V), targets are -100 where ignored; the "
+            "loss meant is the mean cross-entropy over all other tokens of the group"
+        ),
+        "own": "the loss meant is the sum of loss_sum over the group, divided by the sum of count",
+    }
+)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong: a stable code, a sentence that says what was seen, and the numbers behind it."""

@@ -133,9 +133,9 @@ def run_session(update: Callable[..., Any], problem: Problem, session: Session, 
                 break
     if recorder.meter is not None:
         timeline = recorder.meter.timeline
-        alive = [timeline.by_category["activations"][place] for place, _ in timeline.marks]
         for call in calls:
-            call.activations = [alive.pop(0) for _ in call.moments]
+            places = [timeline.marks[moment.mark][0] for moment in call.moments]
+            call.activations = [timeline.by_category["activations"][place] for place in places]
             call.peak_bytes = recorder.meter.peak_bytes
     return calls
 
@@ -169,8 +169,7 @@ def run_call(update: Callable[..., Any], call: Call, recorder: Recorder) -> Call
             recorder.note("start")
             call.returned, call.trouble = call_guarded(update, (model, optimizer, given), deadline)
             recorder.note("end")
-        if not recorder.meter:
-            unfold_closures(call.moments)
+        unfold_closures(call.moments)
         recorder.backward_depth = 0
         call.changes = surroundings.changes(model, optimizer, given)
         call.randomness = (surroundings.randomness, random_states())

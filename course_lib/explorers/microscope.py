@@ -225,8 +225,9 @@ def draw_moment(four: list[Axes], seen: Record, position: int) -> list[Artist]:
     """Draw what is there after `position` lines into the frame and return the artists."""
     now, _, alive, moved = four
     moment = seen.moments[position]
+    label = f".grad after line {moment.line}" if moment.line else ".grad at the start"
     return [
-        *plot_gradient_now(moment.gradient, now, limit=seen.largest_gradient),
+        *plot_gradient_now(moment.gradient, now, limit=seen.largest_gradient, label=label),
         *plot_bytes_so_far(seen.timeline, moment.events, alive),
         *plot_steps_so_far(*seen.path, position, moved),
     ]

@@ -337,7 +337,7 @@ def main() -> int:
             plain = side_in(lab, "interact and plt.show()", 1)
             panel = side_in(lab, "panel", 2, "lines run")
             for side in (plain, panel):  # warms up
-                side.turn(4)
+                side.turn(MOVES_A_TURN)
                 side.milliseconds.clear()
             for turn in range(2 * TURNS):
                 (plain if turn % 2 == 0 else panel).turn(MOVES_A_TURN)
@@ -364,7 +364,7 @@ def print_latency(plain: Side, panel: Side, hold: Callable[[bool, str], str]) ->
 
 
 def print_drags(drags: dict, panel: Side, hold: Callable[[bool, str], str]) -> None:
-    print(f"\n| {DRAG_MOVES} moves in {DRAG_SECONDS:g} s | " + " | ".join(drags) + " | mark | held |")
+    print(f"\n| {DRAG_MOVES} moves in {DRAG_SECONDS:g} s | {' | '.join(drags)} | mark | held |")
     print("| --- | ---: | ---: | ---: | --- |")
     limit = max(MOST_MILLISECONDS_AFTER_A_DRAG, 2 * panel.percentile_95)
     ours, wanted = drags[panel.name], DRAG_MOVES
