@@ -19,7 +19,7 @@ LAB_STAMP := $(VENV)/lab-$(KEY).stamp
 TEST_STAMP := $(VENV)/test-$(KEY).stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test env notebooks bench pins
+.PHONY: help lab panel test env notebooks bench pins
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -28,6 +28,10 @@ help: ## list the targets
 lab: $(LAB_STAMP) ## install what the course needs, then open it in JupyterLab (ARGS="--no-browser" adds options)
 	JUPYTER_PREFER_ENV_PATH=1 $(BIN) -m jupyterlab --ServerApp.ip=127.0.0.1 \
 		$(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
+
+panel: $(LAB_STAMP) ## the control room alone as a web page, on this machine only (ARGS="--port=8867 --no-browser")
+	JUPYTER_PATH="$(CURDIR)/course_lib/explorers/page" $(BIN) -m voila course_lib/explorers/page/control_room.ipynb \
+		--template=course --Voila.ip=127.0.0.1 $(ARGS)
 
 test: $(TEST_STAMP) ## everything: lint, format, spelling, unit tests, notebooks (ARGS="-k batches" picks some)
 	$(ONE_THREAD) $(BIN) -m pytest -n 2 --dist loadfile $(if $(CI),--color=no) --nbval tests notebooks $(ARGS)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from numbers import Real
-from operator import add
+from operator import add, attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -503,6 +503,9 @@ def tensors_found(micro_batches: Sequence[Batch]) -> list[Tensor]:
         return []
 
 
+_version = attrgetter("_version")  # counts how often a tensor has been changed in place
+
+
 class ParametersHeldStill:
     """Refuse a backward pass that moves parameters: an optimizer that steps inside it has used a part as the whole.
 
@@ -513,16 +516,19 @@ class ParametersHeldStill:
         self.parameters = parameters if enabled else []
         self.sums = sums
         self.versions: list[int] = []
+        self.is_first = True
 
     def __enter__(self) -> None:
-        self.versions = [parameter._version for parameter in self.parameters]
+        self.versions = list(map(_version, self.parameters))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None or not self.parameters:
             return
-        moved = self.versions != [parameter._version for parameter in self.parameters]
-        # All gone without a sum that took them: by a hook, which has used and cleared them.
-        if moved or not (self.sums or any(parameter.grad is not None for parameter in self.parameters)):
+        wrong = self.versions != list(map(_version, self.parameters))
+        if self.is_first and not self.sums:  # no gradient, and no sum that took it: a hook has used and cleared it
+            wrong = wrong or all(parameter.grad is None for parameter in self.parameters)
+        self.is_first = False
+        if wrong:
             raise ValueError(
                 "parameters changed during backward, so an optimizer steps inside it (a hook, or a fused optimizer). "
                 "That excludes accumulation: use a single micro-batch, or an optimizer that steps once per update"
@@ -749,10 +755,15 @@ def plain_functions(value: Any, found: list[FunctionType] | None = None) -> list
         return None
     if value not in found:
         found.append(value)
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        named = (value.__globals__.get(name) for name in names_in(value))
         if any(inspect.isfunction(one) and plain_functions(one, found) is None for one in named):
             return None
     return found
+
+
+def names_in(function: FunctionType) -> tuple[str, ...]:
+    """List the names that a function uses; none for a function of this package, which stays what it is."""
+    return () if function.__module__.startswith("course_lib.") else function.__code__.co_names
 
 
 def names_stand_for(functions: list[FunctionType]) -> list[int]:
@@ -760,7 +771,7 @@ def names_stand_for(functions: list[FunctionType]) -> list[int]:
     return [
         id(one)
         for function in functions
-        for one in (function.__code__, *map(function.__globals__.get, function.__code__.co_names))
+        for one in (function.__code__, *map(function.__globals__.get, names_in(function)))
     ]
 
 

@@ -6,7 +6,6 @@ until the largest one that fits is known, and the next one is known not to. The 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -433,16 +432,12 @@ def _helpful_changes(
 
     def peak_with(chosen: dict[str, Any]) -> int | None:
         settings = usual | chosen
-        # What fails is no news here, and PyTorch would write it to the log all the same.
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_nothing)
         try:
             with checkpointed(model) if settings["checkpointing"] else nullcontext():
                 predictor = MemoryPredictor(model, settings["batch"], loss_sum, settings["optimizer"], device=device)
                 return predictor.predict(floor.micro_batch_size).needed_bytes
         except Exception:  # this model does not take shorter inputs, or its blocks cannot be run again
             return None
-        finally:
-            logging.getLogger("torch._subclasses.fake_tensor").removeFilter(_nothing)
 
     for name, chosen, possible in options:
         peak = peak_with(chosen) if possible else None
@@ -454,10 +449,6 @@ def _helpful_changes(
         if peak is not None:
             changes.append(Change("all of these together", peak, peak <= budget_bytes))
     return changes
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def _shorter_inputs(batch: Batch) -> tuple[Batch | None, str]:

@@ -282,6 +282,19 @@ def watched_loss(setting: Setting, check: Check) -> LossSum:
     return watched
 
 
+def look_in_every_layer(model: nn.Module, check: Check) -> None:
+    """Let the model call `check` after each layer, forward and backward: a pass of 512 samples is long to wait for."""
+
+    def after(module: nn.Module, inputs: object, output: object) -> None:
+        check()
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: check())
+
+    for module in model.modules():
+        if not any(module.children()):
+            module.register_forward_hook(after)
+
+
 def update(
     setting: Setting, model: nn.Module, optimizer: Optimizer, micro_batches: Sequence[Batch], loss_sum: LossSum
 ) -> float:
@@ -389,6 +402,8 @@ def train_both(
     runs = {"full": right, "accumulated": setting} if accumulate else {"full": right}
     models = {name: make_model(setting) for name in runs}
     optimizers = {name: make_optimizer(setting, models[name]) for name in runs}
+    if setting.effective_batch_size > LARGEST_MICRO_BATCH:
+        look_in_every_layer(models["full"], check)
     losses: dict[str, list[float]] = {"full": [], "accumulated": []}
     seconds: dict[str, list[float]] = {"full": [], "accumulated": []}
     size, loss_sum = setting.effective_batch_size, watched_loss(setting, check)

@@ -126,7 +126,7 @@ def test_sentences_hold_the_numbers():
         ("a_step_for_each_share", "called 5 times for one update of 5 micro-batches"),
         ("never_zeroed", "counts 1.00 times in this one"),
         ("clipped_then_divided", "clipped to 1 and then divided: with 5 micro-batches the gradient has length 0.2"),
-        ("each_gradient_clipped_then_added", "shortened to 0.1"),
+        ("each_gradient_clipped_then_added", "where gradients are large the micro-batches weigh"),
         ("decayed_for_each", "multiplied 5 times by 0.999"),
         ("one_backward_for_all", "1 backward pass for 4 micro-batches: 4.0 times the activations"),
         ("graph_retained", "3.0 times what one pass saves"),
@@ -231,7 +231,7 @@ def faults_of(parts):
     return codes
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(LOOPS_OF_THE_GRAMMAR)
 def test_a_loop_of_the_grammar_passes_exactly_when_every_choice_is_right(parts):
     codes = faults_of(parts)
@@ -263,10 +263,6 @@ def groups_of(sizes, *shape, classes=10, seed=0):
     return [
         (torch.randn(n, *shape, generator=generator), torch.randint(classes, (n,), generator=generator)) for n in sizes
     ]
-
-
-def own(update_loss, **problem):
-    return audit(lambda model, optimizer, group: update_loss(model, optimizer, group), **problem)
 
 
 def test_a_model_of_ones_own_is_judged_and_left_alone():
@@ -307,11 +303,8 @@ def test_a_loss_with_a_count_of_its_own_is_judged_by_that_count():
 def test_batchnorm_dropout_and_a_gpt_are_judged_micro_batch_by_micro_batch():
     layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
-    def right(model, optimizer, group):
-        return update_parameters(model, optimizer, group, cross_entropy_sum)
-
     problem = dict(model=layers, micro_batches=groups_of([6, 6, 4], 8, classes=3), loss_sum=cross_entropy_sum)
-    assert audit(lambda *a: sums(*a), **problem).passed
+    assert audit(sums, **problem).passed
     assert audit(means_without_division, **problem).codes[0] == "not-divided"
     inputs = torch.randint(20, (6, 7), generator=torch.Generator().manual_seed(0))
     gpt = SmallGPT(20, context=8, width=8, heads=2, depth=1)
@@ -339,7 +332,11 @@ def sums(model, optimizer, micro_batches):
 
 
 def test_an_audit_leaves_the_process_as_it_was():
-    engine, schedule, backward = torch.autograd._engine_run_backward, LRScheduler.step, torch.Tensor.backward
+    def patched():
+        clearing = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+        return torch.autograd._engine_run_backward, LRScheduler.step, torch.Tensor.backward, *clearing
+
+    before = patched()
     torch.manual_seed(3)
     random.seed(4)
     states = torch.get_rng_state(), random.getstate()
@@ -348,8 +345,7 @@ def test_an_audit_leaves_the_process_as_it_was():
     audit_loop(epochs.WRONG["fails_at_the_tail"][0])
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
-    assert (torch.autograd._engine_run_backward, LRScheduler.step) == (engine, schedule)
-    assert torch.Tensor.backward is backward
+    assert patched() == before
     assert torch.is_grad_enabled()
 
 

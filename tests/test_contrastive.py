@@ -102,6 +102,37 @@ def test_dropout_draws_the_same_masks_in_both_passes(dtype):
     assert torch.equal(torch.get_rng_state(), after), "randomness must be spent once"
 
 
+def test_random_numbers_that_a_backward_pass_draws_do_not_shift_the_masks():
+    model, parts = TwoTowers(dropout=0.5), split_batch(digits(), 7)
+
+    def encode(model, micro_batch):
+        left, right = halves(model, micro_batch)
+        if left.requires_grad:
+            left.register_hook(lambda gradient: gradient + 0 * torch.rand_like(gradient))
+        return left, right
+
+    torch.manual_seed(5)
+    _, reference = with_one_graph(model, parts, halves, info_nce)
+    model.zero_grad()
+    torch.manual_seed(5)
+    accumulate_contrastive_gradients(model, parts, encode, info_nce)
+    assert compare_gradients(reference, model).agree(1e-12)
+
+
+def test_a_second_encoding_that_rounds_otherwise_is_let_through():
+    model, parts, calls = TwoTowers(), split_batch(digits(), 7), []
+
+    def encode(model, micro_batch):
+        calls.append(1)
+        left, right = halves(model, micro_batch)
+        return left * (1 + 1e-15 * len(calls)), right
+
+    _, reference = with_one_graph(model, parts, halves, info_nce)
+    model.zero_grad()
+    accumulate_contrastive_gradients(model, parts, encode, info_nce)
+    assert compare_gradients(reference, model).agree(1e-12)
+
+
 def test_a_loss_that_draws_random_numbers_spends_them_once():
     model, parts = TwoTowers(dropout=0.5), split_batch(digits(), 7)
 
@@ -178,6 +209,15 @@ def test_only_the_temperature_may_be_trained():
     model.log_scale.requires_grad_(True)
     accumulate_contrastive_gradients(model, parts, halves, lambda a, b: info_nce(a, b, model.log_scale.exp()))
     assert list(copy_gradients(model)) == ["log_scale"]
+
+
+def test_encoders_without_a_gradient_are_no_optimizer_in_backward():
+    model, parts = TwoTowers(), split_batch(digits(), 5)
+    model.requires_grad_(False)
+    model.log_scale.requires_grad_(True)  # trainable, and not used: the loss has a temperature of its own
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    accumulate_contrastive_gradients(model, parts, halves, lambda a, b: info_nce(a, b, temperature))
+    assert temperature.grad is not None
 
 
 def test_a_scaler_scales_and_an_overflow_skips():

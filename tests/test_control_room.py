@@ -180,6 +180,26 @@ def test_the_switch_leaves_training_to_the_button(rooms, quick):
     assert "they lie on one another" in room.answer.value
 
 
+def test_the_memory_bar_stays_while_sizes_move_and_goes_with_anything_else(rooms, quick, monkeypatch):
+    room = rooms()
+    gate, real = threading.Event(), room_module.predict
+
+    def slow(setting):
+        gate.wait(30)
+        return real(setting)
+
+    monkeypatch.setattr(room_module, "predict", slow)
+    monkeypatch.setattr(room_module, "gather", lambda setting, **_: None)
+    before = shown(room, "memory")
+    room.micro_batch_size.value = 5
+    assert shown(room, "memory") == before
+    room.budget.value = "16 MiB"
+    assert shown(room, "memory") == room._waiting["memory"]
+    gate.set()
+    room.settle()
+    assert shown(room, "memory") not in (before, room._waiting["memory"])
+
+
 class Held:
     """A training that tells its first curves and then waits for the gate, looking at the check."""
 

@@ -9,7 +9,7 @@ from course_lib.accumulation import accumulate_gradients
 from course_lib.batches import split_batch
 from course_lib.datasets import load_digits
 from course_lib.gradients import compare_gradients, copy_gradients
-from course_lib.interactions import Interaction, cross_sample_layers, find_interactions, replace_batch_norm
+from course_lib.interactions import Interaction, cross_sample_layers, differ, find_interactions, replace_batch_norm
 from course_lib.losses import cross_entropy_sum, squared_error_sum, token_cross_entropy_sum
 from course_lib.memory import measure_memory
 from course_lib.models import SmallGPT, conv_net, dense_net
@@ -128,6 +128,15 @@ def test_what_stands_in_a_forward_is_named_by_the_module_it_stands_in():
     assert "the model's own forward (Own)" in str(Interaction("", "Own"))
     deep = nn.Sequential(Own(), nn.ReLU())
     assert layers_found(deep) == ["0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_few_units_in_the_last_place_are_no_difference(dtype):
+    before, nothing_fresh = torch.ones(4, dtype=dtype), torch.zeros(4, dtype=torch.bool)
+    eps = torch.finfo(dtype).eps
+    assert not differ(before * (1 + 4 * eps), before, nothing_fresh)
+    assert differ(before * (1 + 16 * eps), before, nothing_fresh)
+    assert not differ(before * 2, before, ~nothing_fresh)
 
 
 def test_a_layer_used_twice_is_named_once():

@@ -363,6 +363,8 @@ def test_the_effective_batch_is_all_there_in_order_and_of_the_same_structure():
 
     budget = budget_for(7, model, batch, loss_sum, optimizer)
     plan = plan_batch(model, batch, loss_sum, optimizer, budget=budget)
+    assert plan.sentence == "96 = 12 x 7 + 2 x 6"
+    assert [batch_size(micro_batch) for micro_batch in plan.split(batch)] == plan.micro_batch_sizes
     joined = concatenate_batches(plan.split(batch))
     assert torch.equal(joined["images"], inputs)
     assert torch.equal(joined["labels"][0], targets)
@@ -539,6 +541,16 @@ def test_checkpointing_as_a_change_has_the_bytes_of_a_model_written_that_way():
     assert meter.peak_bytes == change.peak_bytes < floor
 
 
+def test_changes_that_a_model_does_not_take_are_left_out_without_a_word(caplog, capfd):
+    model, batch = dense_net(hidden=(64,)), digits(8)  # 4 x 4 pixels do not fit its first layer
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(BudgetTooSmall) as caught:
+        plan_batch(model, batch, cross_entropy_sum, optimizer, budget=4096)
+    assert [change.name for change in caught.value.changes] == ["plain SGD, which keeps no state"]
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
+
+
 def test_where_no_change_is_enough_alone_all_together_are_tried():
     with pytest.raises(BudgetTooSmall) as caught:
         plan_batch(*gpt_case(), budget=4096)
@@ -547,6 +559,18 @@ def test_where_no_change_is_enough_alone_all_together_are_tried():
     assert error.changes[-1].name == "all of these together"
     assert error.changes[-1].peak_bytes < min(change.peak_bytes for change in error.changes[:-1])
     assert "None of these is enough:" in str(error)
+
+
+def test_sequences_are_halved_with_their_targets_where_they_have_one_length():
+    tokens, labels = torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    shorter, how = planning._shorter_inputs({"tokens": tokens, "targets": tokens, "labels": labels})
+    assert {name: tuple(part.shape) for name, part in shorter.items()} == {
+        "tokens": (2, 8),
+        "targets": (2, 8),
+        "labels": (2,),
+    }
+    assert how == "sequences of 8 instead of 16"
+    assert planning._shorter_inputs((tokens, tokens[:, :5])) == (None, "")
 
 
 def test_images_are_made_smaller_with_their_targets_and_other_batches_left_alone():

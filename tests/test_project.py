@@ -366,7 +366,7 @@ def test_the_map_of_the_package_has_every_module_below_those_that_import_it():
 def stated_minutes() -> dict[str, str]:
     """The minutes that each notebook's first cell states, by the notebook's file name."""
     stated = {}
-    for path in project_files(".ipynb"):
+    for path in (path for path in project_files(".ipynb") if path.parent == ROOT / "notebooks"):
         first_cell = "".join(yaml.safe_load(path.read_text(encoding="utf-8"))["cells"][0]["source"])
         minutes = re.search(r"(\d+) minutes", first_cell)
         stated[path.name] = minutes[1] if minutes else "not stated"

@@ -2,9 +2,9 @@
 
 import re
 
+import ipywidgets
 import pytest
 import torch
-from traitlets import TraitError
 
 from course_lib.accumulation import update_parameters
 from course_lib.batches import split_batch
@@ -216,7 +216,7 @@ def test_everything_at_its_limit(panel):
 )
 def test_what_makes_no_sense_cannot_be_set(panel, control, value):
     before = getattr(panel, control).value
-    with pytest.raises(TraitError):
+    with pytest.raises(ipywidgets.widgets.trait_types.traitlets.TraitError):
         getattr(panel, control).value = value
     assert getattr(panel, control).value == before
 

@@ -203,6 +203,30 @@ def test_the_check_is_looked_at_before_and_after_each_forward_pass():
     assert len(calls) == 10
 
 
+@pytest.mark.parametrize("at", [1, 5, 6, 8, 10])
+def test_a_long_pass_can_be_stopped_in_every_layer_forward_and_backward(at):
+    calls, model = [], trials.make_model(Setting())
+
+    def check():
+        calls.append(1)
+        if len(calls) == at:
+            raise StopHereError
+
+    trials.look_in_every_layer(model, check)
+    inputs, targets = trials.first_batch(SMALL)
+    with pytest.raises(StopHereError):
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    assert len(calls) == at
+
+
+def test_the_full_batch_is_looked_into_where_it_is_large(monkeypatch):
+    seen = []
+    monkeypatch.setattr(trials, "look_in_every_layer", lambda model, check: seen.append(check))
+    for steps in (4, 5):
+        last(train_both(Setting("dense", 16, steps), num_updates=1, check=print))
+    assert seen == [print]
+
+
 def test_a_check_that_raises_ends_everything_at_once():
     told, calls = [], []
 

@@ -508,7 +508,7 @@ def judge_gradients(seen: Sequence[Seen]) -> list[Finding]:
     clipped = clip_pattern(weighed)
     if clipped is not None:
         return clipped
-    findings = judge_leftover(wrong) + judge_inside(wrong)
+    findings = judge_leftover(wrong) + (judge_inside(wrong) or judge_by_scale(weighed))
     findings += judge_decay(weighed)
     if not {"clipped-inside", "decayed-inside"} & {finding.code for finding in findings}:
         findings += judge_missing_batches(wrong)
@@ -579,6 +579,33 @@ def judge_inside(wrong: Sequence[Seen]) -> list[Finding]:
         return [Finding("divided-twice", text, {"factor": factor})]
     text = f"between micro-batches the gradient was made shorter, once by a factor of {factor:.3g}"
     return [Finding("clipped-inside", text, {"factor": factor})]
+
+
+def judge_by_scale(weighed: Sequence[Seen]) -> list[Finding]:
+    """Judge weights that depend on the scale of the gradient: parts of it were cut short, whatever did it.
+
+    With the smallest gradients, where no clipping binds, the weights follow a pattern; with larger ones they are below.
+    """
+    smallest = min(one.call.session.scale for one in weighed)
+    free = [one for one in weighed if one.call.session.scale == smallest]
+    bound = [one for one in weighed if one.call.session.scale > smallest and one.fit.residual < LOW_PRECISION]
+    if not bound or any(one.fit.residual > one.tolerance or one.fit.leftover or one.fit.decay for one in free):
+        return []
+    for code, text, pattern in PATTERNS:
+        if not all(one.fit.weights.min() > 1e-3 * one.fit.weights.max() and matches(one, pattern) for one in free):
+            continue
+        ratios = [one.fit.weights / pattern(counts_of(one), one.call.total, one.steps) for one in bound]
+        if any(float(ratio.max()) > 1 + 1e-3 for ratio in ratios):
+            continue
+        uneven = max(ratios, key=lambda ratio: float(ratio.max() - ratio.min()))
+        if float(uneven.max() - uneven.min()) > 1e-3:
+            weights = ", ".join(f"{float(weight):.2g}" for weight in uneven)
+            seen = (
+                f"where gradients are large the micro-batches weigh {weights} times what they do where they are small"
+            )
+            found = [Finding("clipped-inside", seen, {"least": float(uneven.min())})]
+            return found if code == "right" else [*found, described(code, text, free)]
+    return []
 
 
 def judge_decay(weighed: Sequence[Seen]) -> list[Finding]:
@@ -704,7 +731,7 @@ def clip_pattern(explained: Sequence[Seen]) -> list[Finding] | None:
     Clipped once, after dividing: its length is then the same threshold in every group where it binds, and no longer
     anywhere. Clipped before: the threshold is divided along with the gradient.
     """
-    if not explained or any(one.fit.residual > one.tolerance for one in explained):
+    if not explained or any(one.fit.residual > one.tolerance or one.fit.leftover or one.fit.decay for one in explained):
         return None
     for code, text, pattern in PATTERNS:
         ratios, lengths = [], []

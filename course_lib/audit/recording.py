@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from course_lib.batches import Batch, tensors_of
 class Moment:
     """The state at an event. gradient and parameters are one long vector each; a missing gradient counts as zeros.
 
-    kind: start, forward, backward (before), after-backward, step (before), after-step, schedule, end.
+    kind: start, forward, backward (before), after-backward, clear (zero_grad, before), after-clear, step (before),
+    after-step, schedule, end.
     rows: of a forward pass, the samples that it saw; None where they are not known. with_graph: of a forward pass,
     whether a gradient could follow. settings: of a step, what the optimizer was set to.
     """
@@ -51,7 +53,6 @@ class Recorder:
     def __init__(self, model: nn.Module, optimizer: Optimizer):
         self.model, self.optimizer = model, optimizer
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.moments: list[Moment] = []
         self.backward_depth = 0
         self.meter = None
@@ -116,6 +117,17 @@ class Recorder:
                 self.note("schedule")
             return schedule(scheduler, *args, **kwargs)
 
+        def noting(clear: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(clear)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self.note("clear")
+                clear(*args, **kwargs)
+                self.note("after-clear")
+
+            return noted
+
+        clearing = Optimizer.zero_grad, nn.Module.zero_grad
+        Optimizer.zero_grad, nn.Module.zero_grad = map(noting, clearing)
         torch.autograd._engine_run_backward, LRScheduler.step = run_backward, step_schedule
         self.is_on = True
         try:
@@ -123,6 +135,7 @@ class Recorder:
         finally:
             self.is_on = False
             torch.autograd._engine_run_backward, LRScheduler.step = engine, schedule
+            Optimizer.zero_grad, nn.Module.zero_grad = clearing
             for hook in hooks:
                 hook.remove()
 

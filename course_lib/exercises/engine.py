@@ -118,7 +118,7 @@ def check(number: str, answer: Any = None) -> None:
         print(f"Right. {exercise.closing.strip()}")
     else:
         print(f"Not yet. {message}")
-        print(f'Hints: hint("{number}", 1) up to hint("{number}", {NUM_HINTS}).')
+        print("Hints are folded away below this cell.")
     if note:
         print(note)
 

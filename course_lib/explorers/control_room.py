@@ -101,6 +101,7 @@ class ControlRoom(Panel):
         self._make_controls(setting)
         self._make_pictures()
         self.training = BackgroundRun("updates")
+        self.training.row.children = (self.train_button, *self.training.row.children)
         self.runs.append(self.training)
         self.arrange(
             [
@@ -109,7 +110,7 @@ class ControlRoom(Panel):
                 side_by_side(self._size_row, self._steps_row),
                 side_by_side(self.model, self.optimizer, self.learning_rate),
                 side_by_side(self.budget, self.loop),
-                side_by_side(self.train_button, self.training.row, self.always_train),
+                side_by_side(self.training.row, self.always_train),
                 side_by_side(*(picture.image for picture in self.pictures.values())),
                 self.answer,
                 self.code,
@@ -250,19 +251,25 @@ class ControlRoom(Panel):
             figure.set_layout_engine("none")
             self._axes[name].set_position(place)
             self.pictures[name] = LivePicture(figure)
-        for name in ("gradient", "curves", "time"):
+        for name in PLACES:
             self._waiting[name] = self._painted(name, self._evidence, None)
 
     def _take_down(self) -> None:
-        """Take what was found for the setting before out of sight, all but the memory bar, whose title names its own.
+        """Take what was found for the setting before out of sight.
 
+        Only the memory bar stays until the next is there while nothing but the sizes move: its title names them.
         Called with the lock, when the evidence has been replaced; what is put up was drawn beforehand.
         """
+        setting, seen = self._evidence.setting, self._known(self._evidence)
         for name, waiting in self._waiting.items():
-            picture, known = self.pictures[name], self._known(self._evidence)[name]
-            if known is None and self._drawn.get(name) is not None:
-                picture.image.value, picture.image.tooltip = waiting, self._evidence.sentences()[name]
-                self._drawn[name] = None
+            drawn = self._drawn.get(name)
+            if seen[name] is not None or drawn is None:
+                continue
+            if name == "memory" and _has_the_bytes_but_for_sizes(drawn[0], setting):
+                continue
+            self.pictures[name].image.value = waiting
+            self.pictures[name].image.tooltip = self._evidence.sentences()[name]
+            self._drawn[name] = None
 
     def _known(self, evidence: Evidence) -> dict[str, object]:
         """Return what each picture shows of the evidence; None while it has nothing to show."""
@@ -425,6 +432,11 @@ def control_room(
 
 def _most_steps(micro_batch_size: int) -> int:
     return min(MOST_STEPS, LARGEST_BATCH // micro_batch_size)
+
+
+def _has_the_bytes_but_for_sizes(one: Setting, other: Setting) -> bool:
+    """Say whether two settings share all that their memory depends on, but for micro-batch size and steps."""
+    return (one.model, one.optimizer, one.budget) == (other.model, other.optimizer, other.budget)
 
 
 def _passes(setting: Setting) -> str:

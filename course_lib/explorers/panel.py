@@ -212,6 +212,7 @@ class _Newest:
         self._condition = threading.Condition()
         self._asked = self._busy = self._closed = False
         self._thread: threading.Thread | None = None
+        _ALL_DRAWINGS.add(self)
 
     @property
     def waiting(self) -> bool:
@@ -417,16 +418,20 @@ class BackgroundRun:
 
 
 _ALL_RUNS: "weakref.WeakSet[BackgroundRun]" = weakref.WeakSet()
+_ALL_DRAWINGS: "weakref.WeakSet[_Newest]" = weakref.WeakSet()
 
 
 @atexit.register
-def _stop_all_runs() -> None:
-    """Let no thread compute while the interpreter is taken down."""
+def _end_all_threads() -> None:
+    """Let no thread compute while the interpreter is taken down: one inside C++ would abort the process."""
     for run in list(_ALL_RUNS):
         run.stop()
-        thread = run._thread
+    for drawing in list(_ALL_DRAWINGS):
+        drawing.close()
+    for one in [*_ALL_RUNS, *_ALL_DRAWINGS]:
+        thread = one._thread
         if thread is not None:
-            thread.join(2)
+            thread.join(5)
 
 
 def explain(error: Exception) -> str:

@@ -408,7 +408,7 @@ def print_growth(panel: Side, client: CDPSession, hold: Callable[[bool, str], st
 
 
 def many_moves(side: Side, moves: int) -> None:
-    """Move the slider to and fro without waiting for each picture, as a restless hand does."""
+    """Move the slider right and left without waiting for each picture, as a restless hand does."""
     for move in range(moves):
         side.handle.press("ArrowRight" if move // 20 % 2 == 0 else "ArrowLeft")
         side.page.wait_for_timeout(20)

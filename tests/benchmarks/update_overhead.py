@@ -35,7 +35,10 @@ Update = Callable[[], None]
 
 def mean_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of one micro-batch, as a training loop writes it."""
-    return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    scores = model(inputs)
+    if targets.ndim > 1:  # tokens
+        scores, targets = scores.flatten(0, 1), targets.flatten()
+    return functional.cross_entropy(scores, targets)
 
 
 def by_hand(model: nn.Module, micro_batches: Batches) -> tuple[Update, object]:

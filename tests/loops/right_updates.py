@@ -222,9 +222,10 @@ def in_float32_buffers(model, optimizer, micro_batches):
     sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in model.parameters()]
     for inputs, targets in micro_batches:
         model.zero_grad()
+        loss = cross_entropy(model(inputs), targets, reduction="sum") / total
         with torch.no_grad():
             scores = model(inputs)  # a look in between
-        (cross_entropy(model(inputs), targets, reduction="sum") / total).backward()
+        loss.backward()
         for part, parameter in zip(sums, model.parameters(), strict=True):
             part += parameter.grad
         del scores

@@ -765,3 +765,36 @@ def returns_nan(model, optimizer, micro_batches):
     accumulate(model, micro_batches)
     optimizer.step()
     return float("nan")
+
+
+# Found by the grammar of tests/test_audit.py.
+
+
+@fault("never-zeroed")
+def never_zeroed_and_clipped(model, optimizer, micro_batches):
+    accumulate(model, micro_batches)
+    clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def add_by_hand(model, loss):
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@fault("zeroed-inside")
+def zeroed_inside_and_added_by_hand(model, optimizer, micro_batches):
+    for micro_batch in micro_batches:
+        optimizer.zero_grad()
+        add_by_hand(model, share_of(model, micro_batch, total_of(micro_batches)))
+    optimizer.step()
+
+
+@fault("clipped-inside", "not-divided")
+def clipped_inside_and_added_by_hand(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for inputs, targets in micro_batches:
+        add_by_hand(model, cross_entropy(model(inputs), targets))
+        clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
