@@ -104,7 +104,7 @@ def add_gradients(
     sum_dtype: torch.dtype | None,
 ) -> float:
     """Do the work of `accumulate_gradients` with arguments that have been checked and counted."""
-    shares = [torch.zeros(())] * len(items)
+    shares = [0.0] * len(items)
     with no_partial_gradients(model, micro_batches):
         with summed_in(sum_dtype, parameters, len(items)) as sums:
             held_still = ParametersHeldStill(parameters, sums, enabled=len(items) > 1)
@@ -331,7 +331,7 @@ def divide(loss: Tensor | dict[str, Tensor], total: Items, *, with_gradient: boo
 
 
 def add_up(
-    shares: Sequence[Tensor],
+    shares: Sequence[Tensor | float],
     parameters: list[nn.Parameter],
     scaler: torch.amp.GradScaler | None,
     name: str = "loss_sum",

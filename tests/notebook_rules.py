@@ -53,16 +53,16 @@ class Sections:
 SECTIONS: dict[str, Sections] = {
     "00_start_here": Sections(panel=True, exercises=True, ledger=True, open_questions=5),
     "01_run_out_of_memory": Sections(panel=True, exercises=True),
-    "02_accumulate_step_by_step": Sections(panel=True),
+    "02_accumulate_step_by_step": Sections(panel=True, exercises=True),
     "03_match_the_full_batch": Sections(panel=True, exercises=True),
     "04_count_the_effective_batch": Sections(panel=True, exercises=True),
-    "05_take_the_controls": Sections(panel=True),
+    "05_take_the_controls": Sections(panel=True, exercises=True),
     "06_scale_the_loss": Sections(panel=True, exercises=True),
     "07_weigh_unequal_micro_batches": Sections(panel=True, exercises=True),
-    "08_step_once_per_update": Sections(panel=True),
-    "09_know_what_does_not_split": Sections(panel=True),
-    "13_stack_the_memory_savers": Sections(panel=True),
-    "14_plan_for_your_gpu": Sections(panel=True),
+    "08_step_once_per_update": Sections(panel=True, exercises=True),
+    "09_know_what_does_not_split": Sections(panel=True, exercises=True),
+    "13_stack_the_memory_savers": Sections(panel=True, exercises=True),
+    "14_plan_for_your_gpu": Sections(panel=True, exercises=True),
 }
 
 

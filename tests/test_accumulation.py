@@ -2499,7 +2499,12 @@ def test_a_parameter_of_full_precision_and_a_single_micro_batch_are_left_as_they
             seen = []
             model[0].weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad is not None))
             parts = split_batch(half_precision_batch(dtype), size)
-            accumulate_gradients(model, parts, cross_entropy_sum, sum_dtype=sum_dtype)
+
+            def loss_sum(model, micro_batch):
+                assert not model[2].weight._post_accumulate_grad_hooks  # nothing is summed elsewhere
+                return cross_entropy_sum(model, micro_batch)
+
+            accumulate_gradients(model, parts, loss_sum, sum_dtype=sum_dtype)
             gradients.append(copy_gradients(model))
             assert seen == [True] * len(parts)
         assert all(torch.equal(gradients[0][name], value) for name, value in gradients[1].items())
@@ -2519,6 +2524,28 @@ def test_what_lies_in_grad_is_a_part_of_the_sum_and_a_second_group_adds_up():
     first = copy_gradients(once)
     accumulate_gradients(once, split_batch(batch, 1), cross_entropy_sum, sum_dtype=torch.float32)
     assert compare_gradients({name: 2 * value for name, value in first.items()}, once).agree(2**-7)
+
+
+def test_what_lies_in_grad_is_not_rounded_with_the_first_micro_batch():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.full_like(model.weight, 256.0)
+    ones = split_batch(torch.ones(2, 1, dtype=torch.bfloat16), 1)
+    accumulate_gradients(model, ones, weighted_sum, lambda part: 0.5, sum_dtype=torch.float32)
+    assert model.weight.grad.item() == 258  # 256 + 1 + 1; rounded after each it stays 256
+
+
+def test_one_gradient_at_a_time_is_alive_beside_the_sums():
+    model, batch = nn.Linear(64, 64, dtype=torch.bfloat16), torch.ones(2, 64, dtype=torch.bfloat16)
+
+    def peak(sum_dtype):
+        model.zero_grad()
+        with measure_memory(model, batch) as meter:
+            accumulate_gradients(model, split_batch(batch, 1), weighted_sum, sum_dtype=sum_dtype)
+        return meter.peak_bytes
+
+    peak(None)  # the probe for means is behind us
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert peak(torch.float32) - peak(None) <= 2 * num_parameters + 64  # and no copy of a gradient in float32
 
 
 def test_one_model_may_mix_precisions_tie_parameters_and_have_sparse_gradients():

@@ -37,6 +37,13 @@ def test_the_stub_is_not_attempted_and_leaves_no_trace(number, capsys, own_folde
 
 
 @EACH
+def test_the_stub_is_not_attempted_where_a_kernel_compiles_it_too(number):
+    exercise, namespace = ALL[number], {}
+    exec(f"{exercise.setup}\n{exercise.stub}", namespace)  # this file has no `from __future__`, as a kernel has none
+    assert is_untouched(exercise, namespace[exercise.answer])
+
+
+@EACH
 def test_the_solution_and_at_least_two_other_right_answers_are_accepted(number):
     exercise = ALL[number]
     answers = [exercise.define(exercise.solution), *exercise.right]

@@ -90,7 +90,7 @@ class Exercise:
     def define(self, code: str) -> Any:
         """Run code that defines the answer, and return it."""
         namespace: dict[str, Any] = {}
-        exec(compile(f"{self.setup}\n{code}", f"exercise {self.number}", "exec"), namespace)
+        exec(compile(f"{self.setup}\n{code}", f"exercise {self.number}", "exec", dont_inherit=True), namespace)
         return namespace[self.answer]
 
 

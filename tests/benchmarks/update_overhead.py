@@ -2,8 +2,10 @@
 
 Every round makes one AdamW update with each of the four, in turn, from the same model, so that all ratios come from the
 same minutes of the same machine; the table shows the median over the rounds of one side's time over the hand-written
-loop's in the same round. Peaks are the bytes alive at the peak of one more update. One torch thread. The exit status is
-1 if `update_parameters` costs more than its mark, is slower than a peer, or has a higher peak than any other.
+loop's in the same round. The loop by hand takes part twice: how far its second ratio is from 1 is the noise of the
+run. Peaks are the bytes alive at the peak of one more update. One torch thread. The exit status is 1 if
+`update_parameters` costs more than its mark, is slower than a peer by more than the noise, or has a higher peak than
+any other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from course_lib.losses import count_tokens, cross_entropy_sum, token_cross_entro
 from course_lib.memory import measure_memory
 from course_lib.models import SmallGPT, dense_net
 
-OURS, BY_HAND, ACCELERATE, FABRIC = "update_parameters", "by hand", "Accelerate", "Fabric"
+OURS, BY_HAND, AGAIN, ACCELERATE, FABRIC = "update_parameters", "by hand", "by hand again", "Accelerate", "Fabric"
 STEPS = (4, 16)
 Batches = list[tuple[Tensor, Tensor]]
 Update = Callable[[], None]
@@ -113,7 +115,8 @@ def fabric(model: nn.Module, micro_batches: Batches) -> tuple[Update, object]:
     return update, inner
 
 
-SIDES = {BY_HAND: by_hand, OURS: ours, ACCELERATE: accelerate, FABRIC: fabric}
+SIDES = {BY_HAND: by_hand, OURS: ours, AGAIN: by_hand, ACCELERATE: accelerate, FABRIC: fabric}
+LEAST_NOISE = 0.005  # two medians of the same code seldom agree better than this
 
 
 def cases() -> dict[str, tuple[nn.Module, tuple[Tensor, Tensor], int, int, float]]:
@@ -150,7 +153,7 @@ def main() -> int:
         ratios: dict[str, list[float]] = {side: [] for side in SIDES}
         gc.disable()
         for round_number in range(rounds):
-            order = list(SIDES)[round_number % 4 :] + list(SIDES)[: round_number % 4]  # none is always first
+            order = list(SIDES)[round_number % 5 :] + list(SIDES)[: round_number % 5]  # none is always first
             seconds = {}
             for side in order:
                 start = time.perf_counter()
@@ -169,7 +172,12 @@ def main() -> int:
         print(f"| {name} | {cells} | {mark} | {peaks[OURS] / peaks[BY_HAND]:.3f} |", flush=True)
         if middle[OURS] > mark:
             faults.append(f"{name}: {middle[OURS]:.3f} times the loop by hand, at most {mark} is allowed")
-        faults += [f"{name}: slower than {side}" for side in (ACCELERATE, FABRIC) if middle[OURS] > middle[side]]
+        noise = max(abs(middle[AGAIN] - 1), LEAST_NOISE)
+        faults += [
+            f"{name}: slower than {side} by more than the noise of {noise:.3f}"
+            for side in (ACCELERATE, FABRIC)
+            if middle[OURS] > middle[side] + noise
+        ]
         faults += [f"{name}: a higher peak than {side}" for side in SIDES if peaks[OURS] > peaks[side]]
     for fault in faults:
         print(f"FAILED: {fault}", file=sys.stderr)
