@@ -8,7 +8,8 @@ samples (tokens, weights) is tied to its own count, and `accumulate_gradients` r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,26 @@ def wide(scores: Tensor) -> Tensor:
     return scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
 
 
+@contextmanager
+def labels_named(scores: Tensor, targets: Tensor, ignored: str = "") -> Iterator[None]:
+    """Say which labels were given and which are taken, where one is out of range; on CUDA the driver says it."""
+    try:
+        yield
+    except IndexError as error:
+        found = f"from {int(targets.min())} to {int(targets.max())}"
+        taken = f"classes from 0 to {scores.shape[1] - 1}{ignored}"
+        raise ValueError(f"targets must be {taken}; got {found}") from error
+
+
 def cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
     """Sum the cross-entropy over samples: model output (B, C), targets (B,) with classes 0 to C - 1. Count: samples.
 
     A label outside 0 to C - 1 is an error, -100 too: a sample without a loss would still be counted.
     """
     inputs, targets = micro_batch
-    return functional.cross_entropy(wide(model(inputs)), targets, reduction="sum", ignore_index=NOTHING_IGNORED)
+    scores = wide(model(inputs))
+    with labels_named(scores, targets):
+        return functional.cross_entropy(scores, targets, reduction="sum", ignore_index=NOTHING_IGNORED)
 
 
 def squared_error_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
@@ -65,10 +79,9 @@ def count_tokens(micro_batch: Batch) -> int:
 def token_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
     """Sum the cross-entropy over tokens: model output (B, T, V), targets (B, T), -100 where ignored. Count: tokens."""
     inputs, targets = micro_batch
-    scores = wide(model(inputs))
-    return functional.cross_entropy(
-        scores.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED_LABEL
-    )
+    scores = wide(model(inputs)).flatten(0, 1)
+    with labels_named(scores, targets, f", or {IGNORED_LABEL} where ignored"):
+        return functional.cross_entropy(scores, targets.flatten(), reduction="sum", ignore_index=IGNORED_LABEL)
 
 
 pair(token_cross_entropy_sum, count_tokens)
@@ -132,9 +145,10 @@ def class_weighted_cross_entropy(class_weights: Sequence[float] | Tensor) -> tup
     def weighted_cross_entropy_sum(model: nn.Module, micro_batch: Batch) -> Tensor:
         inputs, targets = micro_batch
         scores = wide(model(inputs))
-        return functional.cross_entropy(
-            scores, targets, weight=weights.to(scores), reduction="sum", ignore_index=NOTHING_IGNORED
-        )
+        with labels_named(scores, targets):
+            return functional.cross_entropy(
+                scores, targets, weight=weights.to(scores), reduction="sum", ignore_index=NOTHING_IGNORED
+            )
 
     def count_class_weights(micro_batch: Batch) -> float:
         batch_size(micro_batch)  # inputs and targets must be equally many

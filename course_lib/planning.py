@@ -83,7 +83,7 @@ def plan_batch(
         floor = search.reports[search.smallest]
         changes = _helpful_changes(model, batch, loss_sum, optimizer, floor, budget_bytes, device)
         raise BudgetTooSmall(budget_bytes, floor, changes)
-    warnings = list(_warnings_for(plan, normalised))
+    warnings = [*_warnings_for(plan, normalised), *_unseen(search.reports[plan.micro_batch_size])]
     if find_interactions and plan.accumulation_steps > 1:
         warnings += map(str, interactions.find_interactions(model, batch, loss_sum))
     return replace(plan, warnings=tuple(warnings))
@@ -405,6 +405,12 @@ def _warnings_for(plan: BatchPlan, normalised: bool) -> Iterator[str]:
             f"BatchNorm would see {smallest} sample{'s' * (smallest > 1)} at a time, not {whole}: the update is not "
             f"that of the whole batch{', and some layers refuse a single sample' if smallest == 1 else ''}"
         )
+
+
+def _unseen(report: MemoryReport) -> Iterator[str]:
+    """Say which kernels take more than the rest of the model's memory beside the predicted peak: those of LSTM."""
+    if report.scratch_bytes is None and not report.measured:
+        yield from (note for note in report.assumptions if note.startswith("LSTM ("))
 
 
 # What would help when nothing fits.

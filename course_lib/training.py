@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +147,9 @@ def load_training(
     The file is read with `weights_only=True`: it can't run code.
 
     All or nothing: after an error every part and the random state are as before. Raises FileNotFoundError; ValueError
-    when the file is cut short or not from `save_training`, when it holds a part that is not given or lacks one that is,
-    when a part is of another kind (names, shapes and types of the model's tensors, class of the others, parameters that
-    the optimizer holds, devices), and when a parameter has a gradient.
+    when the file is cut short, changed (by its checksums) or not from `save_training`, when it holds a part that is not
+    given or lacks one that is, when a part is of another kind (names, shapes and types of the model's tensors, class of
+    the others, parameters that the optimizer holds, devices), and when a parameter has a gradient.
     """
     parts = _parts(model, optimizer, scheduler, scaler, extras)
     _refuse_gradients(parts, "load")
@@ -273,6 +274,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a file of save_training; it can hold tensors, numbers, text and containers of them, and no code."""
     with open(path, "rb") as file:
         try:
+            _refuse_changed_bytes(file)
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             message = f"{path} can't be read as tensors and plain values (weights_only=True): {error}"
@@ -280,6 +282,17 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} was not written by save_training of this version")
     return content
+
+
+def _refuse_changed_bytes(file: IO[bytes]) -> None:
+    """Raise ValueError where the file's own checksums do not fit, which `torch.load` does not look at."""
+    has_checksums = getattr(torch.serialization, "get_crc32_options", lambda: True)  # since 2.6 they can be left out
+    if has_checksums():
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"its part {damaged} has changed since it was written")
+    file.seek(0)
 
 
 def _keep(part: Any) -> Any:

@@ -116,7 +116,7 @@ def test_class_weights_divide_by_the_weight_of_the_whole_group():
 def test_an_ignored_label_is_an_error_where_samples_are_counted():
     """A sample without a loss would still be counted, and the mean would be too small."""
     batch = drawn(4, 3), torch.tensor([0, 1, -100, 2])
-    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
+    with pytest.raises(ValueError, match="targets must be classes from 0 to 2; got from -100 to 2"):
         cross_entropy_sum(Scores(), batch)
 
 
@@ -126,8 +126,16 @@ def test_a_label_without_a_weight_is_refused_when_it_is_counted(bad):
     batch = drawn(4, 3), torch.tensor([0, 1, bad, 2])
     with pytest.raises(ValueError, match="targets must be classes from 0 to 2"):
         count(batch)
-    with pytest.raises(IndexError, match="out of bounds"):
+    with pytest.raises(ValueError, match="targets must be classes from 0 to 2"):
         loss_sum(Scores(), batch)
+
+
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_a_token_label_out_of_range_is_named(bad):
+    scores = drawn(2, 3, 3)
+    targets = torch.tensor([[0, 1, -100], [bad, 2, 1]])
+    with pytest.raises(ValueError, match=r"targets must be classes from 0 to 2, or -100 where ignored; got from -100"):
+        token_cross_entropy_sum(Scores(), (scores, targets))
 
 
 @pytest.mark.parametrize(

@@ -682,6 +682,18 @@ def test_a_file_that_was_cut_short_or_is_another_changes_nothing(saved_run, tmp_
     assert_same_state(states_of(parts), before)
 
 
+def test_a_file_with_a_changed_byte_is_refused_and_changes_nothing(saved_run):
+    content = bytearray(saved_run.read_bytes())
+    parts = parts_of(FULL, seed=1)
+    values = next(iter(torch.load(saved_run, weights_only=True)["states"]["model"].values())).numpy().tobytes()
+    before = states_of(parts)
+    content[content.index(values)] ^= 1  # in a number of a tensor, where no reader stumbles over it
+    saved_run.write_bytes(content)
+    with pytest.raises(ValueError, match=r"can't be read.* has changed since it was written"):
+        load_training(saved_run, **parts)
+    assert_same_state(states_of(parts), before)
+
+
 def test_a_file_cannot_run_code(tmp_path):
     class Attack:
         def __reduce__(self) -> tuple:

@@ -881,7 +881,8 @@ def near(a: float, b: float, rtol: float = LOSS_TOLERANCE) -> bool:
 def loss_sentence(one: Seen, value: float, right: float) -> str:
     """Say what the returned number is, if it is one that is known."""
     counts, total, steps = one.call.counts, one.call.total, one.steps
-    means = [share * total / count for share, count in zip(one.call.shares, counts, strict=True)]
+    pairs = zip(one.call.shares, counts, strict=True)
+    means = [share * total / count if count else math.nan for share, count in pairs]  # of nothing there is no mean
     known = [
         ("the last micro-batch's mean", means[-1]),
         ("the first micro-batch's mean", means[0]),

@@ -142,7 +142,7 @@ def judge_size(function) -> str | None:
         for why, other in OTHER_SIZES.items():
             if found == [other(*case) for case in PEAKS]:
                 return f"{text}: {why}."
-        if isinstance(value, float) and int(value) == wanted:
+        if isinstance(value, float) and value // 1 == wanted:
             return f"{text}: a fraction of a sample is no sample; round down."
         return f"{text}."
     expect(all(isinstance(value, int) for value in found), "The numbers are right, but floats: a size is an int.")

@@ -389,7 +389,7 @@ def judge_log(function) -> str | None:
         given = f"losses {losses}, counts {counts}, K = {k}"
         try:
             log = [float(value) for value in log]
-        except TypeError:
+        except (TypeError, ValueError):
             return f"With {given}: it must return a list of numbers, one for each update; it returned {log!r}."
         if len(log) != len(wanted):
             kinds = {len(losses): ": one for each micro-batch", len(losses) // k: ": the tail's update is missing"}

@@ -19,6 +19,7 @@ import enum
 import functools
 import inspect
 import logging
+import operator
 import random
 import re
 import signal
@@ -308,8 +309,7 @@ class _Stage:
         try:
             with self.mode(), meter:
                 tracker = meter._tracker
-                share = torch.zeros(())  # one for all micro-batches that are still to come
-                shares = [share]
+                share, shares = None, []
                 for i, length in enumerate(sizes):
                     if i or continued:  # each micro-batch that is not run here keeps its share until the group's end
                         self.share_bytes = tracker.rounded(share.element_size()) if i else self.share_bytes
@@ -386,7 +386,8 @@ def _share_of(loss_sum: LossSum, model: nn.Module, micro_batch: Batch) -> Tensor
         if term.ndim > 0:
             found = tuple(term.shape)
             raise _Refused(ValueError(f"loss_sum must return a scalar tensor, the sum over items; got shape {found}"))
-    share = sum(term / 2 for term in terms)  # the true divisor is the count of the group; the bytes are the same
+    parts = [term / 2 for term in terms]  # the true divisor is the count of the group; the bytes are the same
+    share = functools.reduce(operator.add, parts) if parts else None
     if not isinstance(share, Tensor) or not share.requires_grad:
         raise _Refused(
             ValueError("loss_sum returned a loss without a gradient: it depends on no trainable parameter of model")
@@ -1183,7 +1184,7 @@ def _remarks(model: nn.Module, device: str) -> Iterable[str]:
     if lstm and recurrent:
         yield (
             f"LSTM ({', '.join(path or 'the model' for path in lstm)}): its kernel takes scratch memory that is not "
-            "in the peak, up to more than half of it; scratch=True measures it"
+            "in the peak, and can be several times as much; scratch=True measures it"
         )
     if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
         yield "convolutions: their kernels take scratch memory that is not in the peak; scratch=True measures it"
