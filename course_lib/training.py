@@ -185,6 +185,7 @@ def load_training(
 # What a file of a run holds, and how it is compared.
 
 _FORMAT = "course_lib.training 1"
+_CONTENT = {"states", "kinds", "random", "updates_done"}
 
 
 def _parts(
@@ -279,7 +280,7 @@ def _read(path: Path) -> dict[str, Any]:
         except Exception as error:
             message = f"{path} can't be read as tensors and plain values (weights_only=True): {error}"
             raise ValueError(message) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or not content.keys() >= _CONTENT:
         raise ValueError(f"{path} was not written by save_training of this version")
     return content
 

@@ -674,9 +674,10 @@ def test_a_file_that_was_cut_short_or_is_another_changes_nothing(saved_run, tmp_
         saved_run.write_bytes(content[:length])
         with pytest.raises(ValueError, match="can't be read"):
             load_training(saved_run, **parts)
-    torch.save(parts["model"].state_dict(), saved_run)
-    with pytest.raises(ValueError, match="was not written by save_training"):
-        load_training(saved_run, **parts)
+    for other in (parts["model"].state_dict(), {"format": "course_lib.training 1"}):  # the second lacks the rest
+        torch.save(other, saved_run)
+        with pytest.raises(ValueError, match="was not written by save_training"):
+            load_training(saved_run, **parts)
     with pytest.raises(FileNotFoundError):
         load_training(tmp_path / "none.pt", **parts)
     assert_same_state(states_of(parts), before)
