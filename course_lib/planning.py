@@ -111,8 +111,9 @@ class BatchPlan:
 
     `reports` holds each prediction that was made, by micro-batch size; everything else follows from it.
     `micro_batch_size` is the balanced size to use, `largest_micro_batch_size` the largest one that fits: both take the
-    same number of steps. `next_micro_batch_size` is the next candidate above, which does not fit (None if the whole
-    batch fits). Printed as a table; neither the table nor the repr holds a time.
+    same number of steps. A balanced cut has at most half of the batch in a micro-batch, so sizes between half and all
+    are no candidates. `next_micro_batch_size` is the next candidate above, which does not fit (None if the whole batch
+    fits). Printed as a table; neither the table nor the repr holds a time.
     """
 
     effective_batch_size: int
@@ -122,6 +123,11 @@ class BatchPlan:
     floor_micro_batch_size: int
     reports: Mapping[int, MemoryReport]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the largest micro-batch is half of the batch, and only the whole batch comes next."""
+        return self.next_micro_batch_size == self.effective_batch_size > 1
 
     @property
     def accumulation_steps(self) -> int:

@@ -109,6 +109,7 @@ class PlannerPanel(Panel):
         )
         super().__init__(text=text, lines=4)
         self.model = labelled_list("model", PRESETS, "GPT-2 small")
+        self.model.layout.width = "22em"  # the longest name in full
         self.device = labelled_list("device", DEVICES, "16 GiB")
         row, self.effective_batch = labelled_choices("effective batch", self.BATCHES, 64)
         figure, self._axes = new_axes(width=7.6, height=3.4)
@@ -151,7 +152,8 @@ def _planned(plan: BatchPlan) -> str:
     sentence = f"<b>{plan.sentence}: {what}.</b> Peak {format_bytes(plan.peak_bytes)} of "
     sentence += f"{format_bytes(plan.budget_bytes)}, at the {plan.peak_moment}. "
     if plan.next_micro_batch_size is not None:
-        sentence += f"The largest micro-batch that fits has {_samples(plan.largest_micro_batch_size)}; "
+        which = "The largest micro-batch of a balanced cut" if plan.is_half else "The largest micro-batch that fits"
+        sentence += f"{which} has {_samples(plan.largest_micro_batch_size)}; "
         over = format_bytes(plan.next_peak_bytes - plan.budget_bytes)
         sentence += f"{plan.next_micro_batch_size} would be {over} too much. "
     return sentence + " ".join(f"Note: {warning}." for warning in plan.warnings)

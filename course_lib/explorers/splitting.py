@@ -82,6 +82,7 @@ class SplittingPanel(Panel):
         super().__init__(text=text, lines=2)
         choices = [(f"{INGREDIENTS[name].kind}: {name}", name) for name in NAMES]
         self.ingredient = labelled_list("ingredient", choices, "BatchNorm, training")
+        self.ingredient.layout.width = "35em"  # the longest name in full
         row, self.micro_batch_size = labelled_choices("micro-batch size", SIZES, 16)
         self.remedy = switch("with the remedy")
         figure, self._axes = new_axes(width=7.2, height=3.4)

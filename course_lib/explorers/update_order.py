@@ -188,7 +188,7 @@ class UpdateOrderPanel(Panel):
             "call the schedule", [(words, key) for key, words in SCHEDULES.items()], start.schedule
         )
         for one in (self.clip, self.schedule):
-            one.layout.width = "25em"
+            one.layout.width = "28em"
         step_figure, self._step_axes = new_axes(width=4.6, height=3.2)
         rate_figure, self._rate_axes = new_axes(width=4.2, height=3.2)
         self.step_picture, self.rate_picture = LivePicture(step_figure), LivePicture(rate_figure)
