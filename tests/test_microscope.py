@@ -436,6 +436,22 @@ def test_play_stops_at_once(panel, stop):
     assert panel.lines_run.value == place
 
 
+@pytest.mark.parametrize(
+    "begin_anew",
+    [lambda panel: panel.reset.click(), lambda panel: setattr(panel.accumulation_steps, "value", 8)],
+    ids=["reset", "slider"],
+)
+def test_nothing_is_said_of_an_earlier_play_where_the_loop_begins_anew(panel, begin_anew):
+    panel.play.click()
+    panel.playing.stop()
+    panel.playing.wait()
+    assert "stopped" in panel.playing.status.value
+    begin_anew(panel)
+    panel.settle()
+    assert "stopped" not in panel.playing.status.value
+    assert panel.playing.bar.bar_style == ""
+
+
 def test_an_error_is_said_in_words_and_the_panel_goes_on(panel, monkeypatch):
     def fail(*arguments, **named):
         raise RuntimeError("the lamp is out")

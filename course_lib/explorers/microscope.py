@@ -159,7 +159,7 @@ class Microscope(Panel):
 
     def _keep_place(self, change: object = None) -> None:
         """Let `lines_run` stand at the same place of the loop as it now is."""
-        self.playing.stop()
+        self.playing.forget()
         with self._moving:
             before, self._loop = self._loop, self.loop
             place, last = self._loop.find(self.lines_run.value, before), len(self._loop.places) - 1
@@ -177,7 +177,7 @@ class Microscope(Panel):
             self.lines_run.value += lines  # the slider stops at its ends
 
     def _reset(self, pressed: object = None) -> None:
-        self.playing.stop()
+        self.playing.forget()
         self.lines_run.value = 0
 
     def _play(self, pressed: object = None) -> None:

@@ -366,6 +366,13 @@ class BackgroundRun:
             self.status.value = spoken_line(done)
             self.bar.bar_style = "warning"
 
+    def forget(self) -> None:
+        """Stop, and say nothing more of a run: its setting is gone, or it begins again from the beginning."""
+        with self._lock:
+            self.stop()
+            self.status.value = spoken_line("")
+            self.bar.value, self.bar.max, self.bar.bar_style = 0, 1, ""
+
     def wait(self, timeout: float = 60.0) -> None:
         """Wait for the run to end. Raises TimeoutError after `timeout` seconds."""
         thread = self._thread
