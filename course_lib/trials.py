@@ -515,7 +515,7 @@ def _memory_words(evidence: Evidence) -> str:
         return f"{words}; micro-batches of {evidence.fits} would fit."
     if measured is None:
         verb = "fits into" if report.peak_bytes <= setting.budget_bytes else "does not fit into"
-        return f"Memory: {peak} predicted, which {verb} {budget}; measuring."
+        return f"Memory: {peak} predicted, which {verb} {budget}; not measured yet."
     here = format_bytes(measured.peak_bytes, 2)
     found = "as predicted" if here == peak else f"{peak} predicted for the right loop"
     return f"Memory: it runs within {budget}; {here} at the peak, {found}."
@@ -524,7 +524,7 @@ def _memory_words(evidence: Evidence) -> str:
 def _gradient_words(evidence: Evidence) -> str:
     found = evidence.comparison
     if found is None:
-        return "Gradient: comparing."
+        return "Gradient: not compared yet."
     if evidence.setting.accumulation_steps == 1:
         return "Gradient: one micro-batch is the full batch. A difference, or a fault of the loop, takes two."
     if found.agree(ROUNDING):

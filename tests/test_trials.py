@@ -282,7 +282,7 @@ def test_words_say_what_is_seen():
     empty = Evidence(SMALL).sentences()
     assert empty == {
         "memory": "Memory: predicting.",
-        "gradient": "Gradient: comparing.",
+        "gradient": "Gradient: not compared yet.",
         "curves": "Curves: not trained yet.",
         "time": "Time: not measured yet.",
     }

@@ -59,7 +59,7 @@ SHOWING_SECONDS = 0.3  # between two looks at the curves: drawing takes time fro
 # The title and the words of each picture while there is nothing to show.
 WAITING = {
     "memory": ("Memory", "predicting ..."),
-    "gradient": ("Gradient", "comparing ..."),
+    "gradient": ("Gradient", "not compared yet"),
     "curves": ("Loss curves", "not trained yet"),
     "time": ("Time of one update", "measured while training"),
 }
@@ -355,7 +355,7 @@ class ControlRoom(Panel):
         if measured is not None and measured.at_peak is not None:
             bars["measured"] = measured.at_peak
         else:
-            bars["out of\nmemory" if evidence.out_of_memory else "measuring"] = {}
+            bars["out of\nmemory" if evidence.out_of_memory else "not\nmeasured"] = {}
         over, split = report.peak_bytes - budget, f"{report.micro_batch_size} x {report.accumulation_steps}"
         title = f"{split}: {format_bytes(over)} too much" if over > 0 else f"{split} fits"
         plot_peak_bars(bars, axes, title=title, budget_bytes=budget, legend="below")
