@@ -402,6 +402,7 @@ def test_play_runs_off_the_main_thread_to_the_end(panel, monkeypatch):
     panel.settle()
     assert panel.lines_run.value == 30
     assert "both updates have run" in panel.playing.status.value
+    monkeypatch.setitem(microscope.__globals__, "SECONDS_A_LINE", 60.0)  # so that it can't reach the end again first
     panel.play.click()  # begins again
     panel.playing.stop()
     panel.playing.wait()
